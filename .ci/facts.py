@@ -42,6 +42,7 @@ VALUES = [
     "PublishVersionResponse",
     "ReplayDeadResponse",
     "SubmitTasksResponse",
+    "SubmitSamplesResponse",
 ]
 """Other messages and enums that inputs and replies of the core contain as they are."""
 OF_TRAINER = {"policy", "learner", "trainer_epoch"}
@@ -51,6 +52,7 @@ IDENTITIES = {"group", "episode", "lease_id"}
 """Fields that a fact requires. It also requires its enums and the types of `ELSEWHERE`."""
 SCALARS = {
     FieldDescriptorProto.TYPE_STRING: ("str", '""'),
+    FieldDescriptorProto.TYPE_BYTES: ("bytes", 'b""'),
     FieldDescriptorProto.TYPE_BOOL: ("bool", "False"),
     FieldDescriptorProto.TYPE_DOUBLE: ("float", "0.0"),
     FieldDescriptorProto.TYPE_INT32: ("int", "0"),

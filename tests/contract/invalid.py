@@ -209,4 +209,16 @@ def _rest(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     yield "submit a task without a prompt", run.SubmitTasks, submission(types_pb2.Task(task_id="t")), INVALID
     yield "submit nothing", run.SubmitTasks, submission(), INVALID
     yield "submit to the data service", run.SubmitTasks, submission(task), "TASKS_NOT_ACCEPTED"
-    yield "submit samples", run.SubmitSamples, pb.SubmitSamplesRequest(run=name), "UNIMPLEMENTED"
+
+    def samples(source: types_pb2.SegmentSource.ValueType, **fields: Any) -> pb.SubmitSamplesRequest:
+        said = types_pb2.Segment(
+            parent=-1, role=types_pb2.SEGMENT_ROLE_ACTION, source=source, messages=[types_pb2.Message(content="2")]
+        )
+        key = types_pb2.EpisodeKey(task="t", group="k", episode="e")
+        episode = types_pb2.Episode(key=key, segments=[said])
+        return pb.SubmitSamplesRequest(run=name, episodes=[episode], tasks=[task], source=source, **fields)
+
+    peer = types_pb2.SEGMENT_SOURCE_PEER
+    yield "submit no samples", run.SubmitSamples, pb.SubmitSamplesRequest(run=name), INVALID
+    yield "submit samples of the policy", run.SubmitSamples, samples(types_pb2.SEGMENT_SOURCE_POLICY), INVALID
+    yield "submit samples without a bound", run.SubmitSamples, samples(peer), "SAMPLES_NOT_ACCEPTED"

@@ -686,14 +686,6 @@ async def test_a_chunk_that_is_missing_is_named(shared_mesh: MeshParts) -> None:
     assert caught.value.metadata["first"] == "ab" * 32
 
 
-@pytest.mark.parametrize("server", ["run", "decisions"])
-async def test_verbs_of_later_versions_say_so(shared_mesh: MeshParts, server: str) -> None:
-    call = getattr(shared_mesh, server).SubmitSamples(pb.SubmitSamplesRequest(run="r"))
-    with pytest.raises(MeshError) as caught:
-        await shared_mesh.call(lambda _: call, None)
-    assert caught.value.code.name == "UNIMPLEMENTED"
-
-
 async def test_a_spec_is_stored_with_the_contracts_defaults(shared_mesh: MeshParts) -> None:
     mesh = await shared_mesh.another_run("defaults")
     await mesh.create(policy="", learner="", eval_split="")

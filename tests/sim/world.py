@@ -407,10 +407,9 @@ class World:
 
     def check(self) -> None:
         state = self.core.state
-        for purpose in (Purpose.TRAIN, Purpose.EVAL, Purpose.REPLAY):
-            walked = sum(g.num_live_of({purpose}) for g in state.groups.values())
-            counters = state.counters_of(purpose)
-            assert counters.live == walked, f"live {purpose.name} samples are where the counters say"
+        accounts = {"training": state.counters, "evaluation": state.eval_counters, "replay": state.replay.counters}
+        for name, counters in (accounts | {source: one.counters for source, one in state.foreign.items()}).items():
+            assert counters.live == state.num_live_in(counters), f"live {name} samples are where the counters say"
             assert counters.conserved, counters
         leased = {sample for batch in state.batches.values() for sample in batch.sample_ids}
         assert not leased & self.dropped, f"leased, though dropped: {leased & self.dropped}"

@@ -764,6 +764,8 @@ class EpisodeLease(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
     SUBMITTED_FIELD_NUMBER: _builtins.int
+    GIVEN_FIELD_NUMBER: _builtins.int
+    GIVEN_SOURCE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, unique in the mesh. Renewals and the report carry it."""
     purpose: _types_pb2.Purpose.ValueType
@@ -782,6 +784,8 @@ class EpisodeLease(_message.Message):
     """Number of the episode in its group, from 0. A retry has the same number."""
     submitted: _builtins.bool
     """Whether a client submitted the task (SubmitTasks). The data service does not have it, so the worker MUST NOT request private extras."""
+    given_source: _types_pb2.SegmentSource.ValueType
+    """Source of the tokens of `given` that are trained. UNSPECIFIED without it."""
     @_builtins.property
     def key(self) -> _types_pb2.EpisodeKey:
         """Identity of the episode and of this attempt."""
@@ -789,6 +793,12 @@ class EpisodeLease(_message.Message):
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
+
+    @_builtins.property
+    def given(self) -> _types_pb2.Episode:
+        """A finished episode of another source, which the worker MUST replay in place of an agent, without `key`; absent for a rollout. See
+        RunService.SubmitSamples.
+        """
 
     def __init__(
         self,
@@ -804,10 +814,12 @@ class EpisodeLease(_message.Message):
         seed: _builtins.int = ...,
         index: _builtins.int = ...,
         submitted: _builtins.bool = ...,
+        given: _types_pb2.Episode | None = ...,
+        given_source: _types_pb2.SegmentSource.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "key", b"key", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "submitted", b"submitted", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "given_source", b"given_source", "incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "submitted", b"submitted", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -117,6 +117,7 @@ class RunSpec(_message.Message):
     EXTERNAL_SOURCES_FIELD_NUMBER: _builtins.int
     SUBMITTED_TASKS_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    FOREIGN_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -188,6 +189,12 @@ class RunSpec(_message.Message):
     def replay(self) -> Global___ReplaySpec:
         """Trained samples that later updates train again. Absent: none."""
 
+    @_builtins.property
+    def foreign(self) -> _containers.RepeatedCompositeFieldContainer[Global___ForeignSource]:
+        """Sources of samples that clients may submit (SubmitSamples), each once, with their bounds. A source that is not here is rejected. Each
+        MUST be in `external_sources`.
+        """
+
     def __init__(
         self,
         *,
@@ -220,10 +227,11 @@ class RunSpec(_message.Message):
         external_sources: _abc.Iterable[_builtins.str] | None = ...,
         submitted_tasks: _builtins.bool = ...,
         replay: Global___ReplaySpec | None = ...,
+        foreign: _abc.Iterable[Global___ForeignSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "replay", b"replay", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "foreign", b"foreign", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "replay", b"replay", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -290,6 +298,44 @@ class ReplaySpec(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplaySpec: _TypeAlias = ReplaySpec  # noqa: Y015
+
+@_typing.final
+class ForeignSource(_message.Message):
+    """The bound and the share of the submitted samples of one source."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MAX_AGE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    KEEP_EQUAL_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Lower-case name of SegmentSource: "dataset", "rewritten", "peer" or "human"."""
+    max_age: _builtins.str
+    """The bound: a whole number, or "unlimited". The age of a sample at update k is (k - 1) - applied step at its submission. A sample whose
+    age is above the bound is not trained and ends as stale(BEYOND_AGE). Absent is rejected.
+    """
+    share: _builtins.float
+    """Largest share of the groups of a batch, above 0 and at most 1. The shares of all sources sum to at most 1, and each times
+    `batch_groups` is at least 1.
+    """
+    keep_equal: _builtins.bool
+    """Whether groups with two or more samples whose rewards are all equal are trained. Absent: they end as filtered(ZERO_VARIANCE)."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        max_age: _builtins.str = ...,
+        share: _builtins.float = ...,
+        keep_equal: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keep_equal", b"keep_equal", "max_age", b"max_age", "share", b"share", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForeignSource: _TypeAlias = ForeignSource  # noqa: Y015
 
 @_typing.final
 class LedgerRecord(_message.Message):
@@ -379,6 +425,8 @@ class Fact(_message.Message):
     TASKS_SUBMITTED_FIELD_NUMBER: _builtins.int
     SAMPLES_REPLAYED_FIELD_NUMBER: _builtins.int
     ARCHIVE_SEALED_FIELD_NUMBER: _builtins.int
+    SAMPLES_SUBMITTED_FIELD_NUMBER: _builtins.int
+    SUBMITTED_SAMPLES_DROPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def run_created(self) -> Global___RunCreated:
         """A run began."""
@@ -487,6 +535,14 @@ class Fact(_message.Message):
     def archive_sealed(self) -> Global___ArchiveSealed:
         """Records moved to an archive segment."""
 
+    @_builtins.property
+    def samples_submitted(self) -> Global___SamplesSubmitted:
+        """Samples of another source were submitted."""
+
+    @_builtins.property
+    def submitted_samples_dropped(self) -> Global___SubmittedSamplesDropped:
+        """Submitted samples became too old before they were admitted."""
+
     def __init__(
         self,
         *,
@@ -517,12 +573,14 @@ class Fact(_message.Message):
         tasks_submitted: Global___TasksSubmitted | None = ...,
         samples_replayed: Global___SamplesReplayed | None = ...,
         archive_sealed: Global___ArchiveSealed | None = ...,
+        samples_submitted: Global___SamplesSubmitted | None = ...,
+        submitted_samples_dropped: Global___SubmittedSamplesDropped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "samples_submitted", b"samples_submitted", "submitted_samples_dropped", b"submitted_samples_dropped", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["archive_sealed", b"archive_sealed", "batch_in_doubt", b"batch_in_doubt", "batch_leased", b"batch_leased", "batch_returned", b"batch_returned", "checkpoint_reported", b"checkpoint_reported", "episode_ended", b"episode_ended", "episode_leased", b"episode_leased", "episode_returned", b"episode_returned", "episode_scored", b"episode_scored", "episodes_added", b"episodes_added", "fact", b"fact", "group_finalized", b"group_finalized", "group_reserved", b"group_reserved", "rolled_back", b"rolled_back", "run_changed", b"run_changed", "run_created", b"run_created", "run_ended", b"run_ended", "run_stalled", b"run_stalled", "run_stopping", b"run_stopping", "samples_ended", b"samples_ended", "samples_replayed", b"samples_replayed", "samples_submitted", b"samples_submitted", "submitted_samples_dropped", b"submitted_samples_dropped", "task_replayed", b"task_replayed", "tasks_submitted", b"tasks_submitted", "time_counted", b"time_counted", "trainer_attached", b"trainer_attached", "update_committed", b"update_committed", "version_published", b"version_published", "version_quarantined", b"version_quarantined"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed", "tasks_submitted", "samples_replayed", "archive_sealed"]  # noqa: Y015
+    _WhichOneofReturnType_fact: _TypeAlias = _typing.Literal["run_created", "group_reserved", "episodes_added", "episode_leased", "episode_returned", "episode_ended", "episode_scored", "group_finalized", "samples_ended", "trainer_attached", "batch_leased", "batch_returned", "batch_in_doubt", "update_committed", "checkpoint_reported", "rolled_back", "version_published", "version_quarantined", "run_ended", "run_stalled", "task_replayed", "time_counted", "run_stopping", "run_changed", "tasks_submitted", "samples_replayed", "archive_sealed", "samples_submitted", "submitted_samples_dropped"]  # noqa: Y015
     _WhichOneofArgType_fact: _TypeAlias = _typing.Literal["fact", b"fact"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_fact) -> _WhichOneofReturnType_fact | None: ...
 
@@ -568,6 +626,7 @@ class GroupReserved(_message.Message):
     STEP_MIN_FIELD_NUMBER: _builtins.int
     INCARNATION_MIN_FIELD_NUMBER: _builtins.int
     DEAD_ID_FIELD_NUMBER: _builtins.int
+    SUBMITTED_KEY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group id, "g<number>" or "e<step>.<incarnation>.<number>" for evaluation."""
     purpose: _types_pb2.Purpose.ValueType
@@ -586,6 +645,8 @@ class GroupReserved(_message.Message):
     """Oldest incarnation that may sample in it."""
     dead_id: _builtins.int
     """Dead letter whose task this group retries; 0 for a new draw."""
+    submitted_key: _builtins.str
+    """Key of the submitted samples that this group replays; empty for a rollout. Its samples are in the account of their source."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
@@ -603,10 +664,11 @@ class GroupReserved(_message.Message):
         step_min: _builtins.int = ...,
         incarnation_min: _builtins.int = ...,
         dead_id: _builtins.int = ...,
+        submitted_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "purpose", b"purpose", "step_min", b"step_min", "task", b"task", "update_intended", b"update_intended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "purpose", b"purpose", "step_min", b"step_min", "submitted_key", b"submitted_key", "task", b"task", "update_intended", b"update_intended"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1398,6 +1460,7 @@ class DeadLetter(_message.Message):
     PURPOSE_FIELD_NUMBER: _builtins.int
     PAYLOAD_SEQUENCE_FIELD_NUMBER: _builtins.int
     TRACEBACK_FIELD_NUMBER: _builtins.int
+    SUBMITTED_KEY_FIELD_NUMBER: _builtins.int
     dead_id: _builtins.int
     """Sequence in the stream. The reader sets it; it is 0 as stored."""
     kind: Global___DeadKind.ValueType
@@ -1422,6 +1485,8 @@ class DeadLetter(_message.Message):
     """Sequence in RM_<run>_SAMPLES; for PAYLOAD."""
     traceback: _builtins.str
     """Traceback of the last attempt if a user's agent or scorer raised; empty otherwise. For TASK."""
+    submitted_key: _builtins.str
+    """Key of the submitted samples of its group; empty for a rollout. Such a letter cannot be replayed. For TASK."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of the task; for TASK."""
@@ -1442,10 +1507,11 @@ class DeadLetter(_message.Message):
         purpose: _types_pb2.Purpose.ValueType = ...,
         payload_sequence: _builtins.int = ...,
         traceback: _builtins.str = ...,
+        submitted_key: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "dead_id", b"dead_id", "draw", b"draw", "group", b"group", "kind", b"kind", "payload_sequence", b"payload_sequence", "purpose", b"purpose", "subject", b"subject", "task", b"task", "time_unix_s", b"time_unix_s", "traceback", b"traceback", "tries", b"tries", "who", b"who"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "dead_id", b"dead_id", "draw", b"draw", "group", b"group", "kind", b"kind", "payload_sequence", b"payload_sequence", "purpose", b"purpose", "subject", b"subject", "submitted_key", b"submitted_key", "task", b"task", "time_unix_s", b"time_unix_s", "traceback", b"traceback", "tries", b"tries", "who", b"who"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1688,6 +1754,140 @@ class ArchiveSealed(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ArchiveSealed: _TypeAlias = ArchiveSealed  # noqa: Y015
+
+@_typing.final
+class Provenance(_message.Message):
+    """Where submitted samples come from. Informational."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MESH_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    mesh: _builtins.str
+    """Name of the mesh or data set that made them, at most 256 characters."""
+    run: _builtins.str
+    """Name of the run that sampled them, at most 256 characters; empty if no run did."""
+    step: _builtins.int
+    """Newest step of the policy that sampled them; 0 if no policy did."""
+    def __init__(
+        self,
+        *,
+        mesh: _builtins.str = ...,
+        run: _builtins.str = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["mesh", b"mesh", "run", b"run", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Provenance: _TypeAlias = Provenance  # noqa: Y015
+
+@_typing.final
+class SubmittedGroup(_message.Message):
+    """One group of submitted samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    EPISODES_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """The key that the client chose, unique in the run."""
+    @_builtins.property
+    def task(self) -> _types_pb2.Task:
+        """The public part of the task of its episodes."""
+
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Its episodes, each as the bytes of an Episode, without `key`."""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        task: _types_pb2.Task | None = ...,
+        episodes: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "key", b"key", "task", b"task"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmittedGroup: _TypeAlias = SubmittedGroup  # noqa: Y015
+
+@_typing.final
+class SamplesSubmitted(_message.Message):
+    """Clients submitted samples of one source. Each group waits for admission; a GroupReserved with its key follows, or
+    SubmittedSamplesDropped. Groups that were submitted before are omitted.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SUBMISSION_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    PROVENANCE_FIELD_NUMBER: _builtins.int
+    submission: _builtins.str
+    """Unique in all ledgers, as in TasksSubmitted."""
+    source: _types_pb2.SegmentSource.ValueType
+    """Source of the trained tokens."""
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmittedGroup]:
+        """The groups, in order of submission."""
+
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """The private parts of tasks that have one, as in TasksSubmitted."""
+
+    @_builtins.property
+    def provenance(self) -> Global___Provenance:
+        """Where they come from."""
+
+    def __init__(
+        self,
+        *,
+        submission: _builtins.str = ...,
+        source: _types_pb2.SegmentSource.ValueType = ...,
+        groups: _abc.Iterable[Global___SubmittedGroup] | None = ...,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+        provenance: Global___Provenance | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["provenance", b"provenance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys", "groups", b"groups", "provenance", b"provenance", "source", b"source", "submission", b"submission"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplesSubmitted: _TypeAlias = SamplesSubmitted  # noqa: Y015
+
+@_typing.final
+class SubmittedSamplesDropped(_message.Message):
+    """Groups of submitted samples were older than the bound of their source before they were admitted. They have no samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEYS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Keys of the groups."""
+
+    def __init__(
+        self,
+        *,
+        keys: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmittedSamplesDropped: _TypeAlias = SubmittedSamplesDropped  # noqa: Y015
 
 @_typing.final
 class ConfigChange(_message.Message):

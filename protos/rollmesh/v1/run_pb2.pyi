@@ -363,27 +363,63 @@ Global___SubmittedTasks: _TypeAlias = SubmittedTasks  # noqa: Y015
 
 @_typing.final
 class SubmitSamplesRequest(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
+    """Finished episodes of another source."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     RUN_FIELD_NUMBER: _builtins.int
     EPISODES_FIELD_NUMBER: _builtins.int
+    TASKS_FIELD_NUMBER: _builtins.int
+    ANSWER_KEYS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TOKENIZER_DIGEST_FIELD_NUMBER: _builtins.int
+    PROVENANCE_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
+    source: _types_pb2.SegmentSource.ValueType
+    """The source of all trained tokens: DATASET, REWRITTEN, PEER or HUMAN. MUST be set."""
+    tokenizer_digest: _builtins.str
+    """SHA-256 of the tokenizer.json that made the token ids, in lower-case hex; GetMesh lists that of the run. MUST be set if an episode has
+    token ids.
+    """
     @_builtins.property
     def episodes(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Episode]:
-        """Whole episodes."""
+        """Whole episodes, 1 to 1024; the request has at most 2 MiB. Of `key`, `group` is the key of the group, chosen by the client, 1 to 256
+        characters of A-Z a-z 0-9 _ . : / -, unique in the run; `task` names one of `tasks`, the same for the whole group; `episode` differs in
+        the group; `run` and `attempt` are ignored. The segments are one path: each is the parent of the next. `samples` and all rewards MUST
+        be absent, because the run scores the episodes. An episode has one of two forms:
+          * with token ids in every segment, the first of which is the prompt (CONTEXT). `tokenizer_digest` MUST be that of the run. ACTION
+            segments of the source are trained as `loss_mask` says, or all of it without one. PEER segments may have `logprobs`, then all do.
+          * as text: no segment has token ids. Each has one message. ACTION segments are turns of the model, with the source of the request;
+            OBSERVATION segments (TOOL) are results that it saw. The messages of the task are the prompt. ACTION segments are trained.
+        """
+
+    @_builtins.property
+    def tasks(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Task]:
+        """The tasks of the episodes, with their prompts, at most 1024, as in SubmitTasksRequest. The scorers of a task score its episodes."""
+
+    @_builtins.property
+    def answer_keys(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.AnswerKey]:
+        """The private parts of tasks whose answer key the reward service does not have itself, as in SubmitTasksRequest."""
+
+    @_builtins.property
+    def provenance(self) -> _events_pb2.Provenance:
+        """Where the episodes come from. Absent if it is not known."""
 
     def __init__(
         self,
         *,
         run: _builtins.str = ...,
         episodes: _abc.Iterable[_types_pb2.Episode] | None = ...,
+        tasks: _abc.Iterable[_types_pb2.Task] | None = ...,
+        answer_keys: _abc.Iterable[_types_pb2.AnswerKey] | None = ...,
+        source: _types_pb2.SegmentSource.ValueType = ...,
+        tokenizer_digest: _builtins.str = ...,
+        provenance: _events_pb2.Provenance | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["provenance", b"provenance"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "run", b"run"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_keys", b"answer_keys", "episodes", b"episodes", "provenance", b"provenance", "run", b"run", "source", b"source", "tasks", b"tasks", "tokenizer_digest", b"tokenizer_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -391,20 +427,101 @@ Global___SubmitSamplesRequest: _TypeAlias = SubmitSamplesRequest  # noqa: Y015
 
 @_typing.final
 class SubmitSamplesResponse(_message.Message):
-    """Not implemented: UNIMPLEMENTED."""
+    """The episodes are stored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    NUM_ADDED_FIELD_NUMBER: _builtins.int
+    SUBMITTED_FIELD_NUMBER: _builtins.int
+    num_added: _builtins.int
+    """Number of groups that were added; the others had been submitted before."""
+    @_builtins.property
+    def submitted(self) -> Global___SubmittedSamples:
+        """The account of the source after this call."""
+
     def __init__(
         self,
+        *,
+        num_added: _builtins.int = ...,
+        submitted: Global___SubmittedSamples | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["submitted", b"submitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_added", b"num_added", "submitted", b"submitted"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubmitSamplesResponse: _TypeAlias = SubmitSamplesResponse  # noqa: Y015
+
+@_typing.final
+class SubmittedSamples(_message.Message):
+    """The account of one source of submitted samples. Its samples are not in RunState.samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TrainedByAgeEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    DROPPED_FIELD_NUMBER: _builtins.int
+    SAMPLES_FIELD_NUMBER: _builtins.int
+    TRAINED_BY_AGE_FIELD_NUMBER: _builtins.int
+    TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Lower-case name of the source, as in RunSpec.foreign."""
+    groups: _builtins.int
+    """Number of groups that were accepted. It is `waiting` + `dropped` + the groups that were admitted."""
+    waiting: _builtins.int
+    """Number of groups that wait for admission."""
+    dropped: _builtins.int
+    """Number of groups that became older than the bound before they were admitted. They have no samples."""
+    tokens_trained: _builtins.int
+    """Number of their trained tokens over all committed updates."""
+    @_builtins.property
+    def samples(self) -> Global___SampleCounts:
+        """Counts of the samples of admitted groups."""
+
+    @_builtins.property
+    def trained_by_age(self) -> _containers.ScalarMap[_builtins.int, _builtins.int]:
+        """Trained samples by age at their update; the key is the age, see ForeignSource.max_age."""
+
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        groups: _builtins.int = ...,
+        waiting: _builtins.int = ...,
+        dropped: _builtins.int = ...,
+        samples: Global___SampleCounts | None = ...,
+        trained_by_age: _abc.Mapping[_builtins.int, _builtins.int] | None = ...,
+        tokens_trained: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped", b"dropped", "groups", b"groups", "samples", b"samples", "source", b"source", "tokens_trained", b"tokens_trained", "trained_by_age", b"trained_by_age", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SubmittedSamples: _TypeAlias = SubmittedSamples  # noqa: Y015
 
 @_typing.final
 class AttachTrainerRequest(_message.Message):
@@ -2010,6 +2127,7 @@ class RunState(_message.Message):
     RECENT_FIELD_NUMBER: _builtins.int
     SUBMITTED_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
+    SUBMITTED_SAMPLES_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name of the run. MUST be set."""
     ended: _builtins.str
@@ -2078,6 +2196,10 @@ class RunState(_message.Message):
     def replay(self) -> Global___ReplayState:
         """Replayed samples; absent in a run without replay."""
 
+    @_builtins.property
+    def submitted_samples(self) -> _containers.RepeatedCompositeFieldContainer[Global___SubmittedSamples]:
+        """Accounts of the sources of submitted samples, one per source of RunSpec.foreign and per source that has samples."""
+
     def __init__(
         self,
         *,
@@ -2102,10 +2224,11 @@ class RunState(_message.Message):
         recent: Global___RecentEpisodes | None = ...,
         submitted: Global___SubmittedTasks | None = ...,
         replay: Global___ReplayState | None = ...,
+        submitted_samples: _abc.Iterable[Global___SubmittedSamples] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["eval_samples", b"eval_samples", "failed_attempts", b"failed_attempts", "leases", b"leases", "recent", b"recent", "replay", b"replay", "samples", b"samples", "submitted", b"submitted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "replay", b"replay", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "submitted", b"submitted", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "ended", b"ended", "eval_samples", b"eval_samples", "evals", b"evals", "failed_attempts", b"failed_attempts", "idle_s", b"idle_s", "leases", b"leases", "ledger_hash", b"ledger_hash", "ledger_position", b"ledger_position", "mean_rewards", b"mean_rewards", "policies", b"policies", "recent", b"recent", "replay", b"replay", "run", b"run", "samples", b"samples", "seconds", b"seconds", "stalled", b"stalled", "stopping", b"stopping", "submitted", b"submitted", "submitted_samples", b"submitted_samples", "waiting", b"waiting", "weights_address", b"weights_address"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -101,7 +101,26 @@ class RunServiceStub:
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
     """
     SubmitSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitSamplesRequest, _run_pb2.SubmitSamplesResponse]
-    """Not implemented: UNIMPLEMENTED. Would add finished samples (DATASET or PREFERENCE stages)."""
+    """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
+    rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
+    rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+    weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
+    (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
+    content is not added again. A rejected request adds nothing.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: a field out of its range, or one that contradicts another, such as a trained token of another source; the message
+        names the episode and the field.
+      ALREADY_EXISTS SAMPLE_CONFLICT: a group of this key was submitted with other content; the message and the metadata `key` name it.
+        Choose another key, or send the same content.
+      FAILED_PRECONDITION SAMPLES_NOT_ACCEPTED: the run has no entry in `foreign` for the source, or it exports its samples.
+      FAILED_PRECONDITION TOKENIZER_MISMATCH: the token ids are of another tokenizer. Submit the episodes as text, without token ids.
+      OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit, and a group is new.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the call has too many bytes; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
+        if there is one.
+      UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+    """
     AttachTrainer: _grpc.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]
     """Makes the caller the only trainer of (policy, learner), and fences every older one. Resolves batches in doubt by the caller's
     checkpoint, which decides what its weights contain. Each call makes a new epoch. After a lost response, call again with the same
@@ -303,7 +322,26 @@ class RunServiceAsyncStub(RunServiceStub):
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
     """
     SubmitSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitSamplesRequest, _run_pb2.SubmitSamplesResponse]  # type: ignore[assignment]
-    """Not implemented: UNIMPLEMENTED. Would add finished samples (DATASET or PREFERENCE stages)."""
+    """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
+    rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
+    rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+    weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
+    (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
+    content is not added again. A rejected request adds nothing.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: a field out of its range, or one that contradicts another, such as a trained token of another source; the message
+        names the episode and the field.
+      ALREADY_EXISTS SAMPLE_CONFLICT: a group of this key was submitted with other content; the message and the metadata `key` name it.
+        Choose another key, or send the same content.
+      FAILED_PRECONDITION SAMPLES_NOT_ACCEPTED: the run has no entry in `foreign` for the source, or it exports its samples.
+      FAILED_PRECONDITION TOKENIZER_MISMATCH: the token ids are of another tokenizer. Submit the episodes as text, without token ids.
+      OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit, and a group is new.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the call has too many bytes; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
+        if there is one.
+      UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+    """
     AttachTrainer: _aio.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]  # type: ignore[assignment]
     """Makes the caller the only trainer of (policy, learner), and fences every older one. Resolves batches in doubt by the caller's
     checkpoint, which decides what its weights contain. Each call makes a new epoch. After a lost response, call again with the same
@@ -526,7 +564,26 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.SubmitSamplesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.SubmitSamplesResponse, _abc.Awaitable[_run_pb2.SubmitSamplesResponse]]:
-        """Not implemented: UNIMPLEMENTED. Would add finished samples (DATASET or PREFERENCE stages)."""
+        """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
+        rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
+        rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+        weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
+        (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
+        content is not added again. A rejected request adds nothing.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: CreateRun first.
+          INVALID_ARGUMENT: a field out of its range, or one that contradicts another, such as a trained token of another source; the message
+            names the episode and the field.
+          ALREADY_EXISTS SAMPLE_CONFLICT: a group of this key was submitted with other content; the message and the metadata `key` name it.
+            Choose another key, or send the same content.
+          FAILED_PRECONDITION SAMPLES_NOT_ACCEPTED: the run has no entry in `foreign` for the source, or it exports its samples.
+          FAILED_PRECONDITION TOKENIZER_MISMATCH: the token ids are of another tokenizer. Submit the episodes as text, without token ids.
+          OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit, and a group is new.
+          RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the call has too many bytes; the message names the limit. Do not repeat it.
+          RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
+            if there is one.
+          UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+        """
 
     @_abc_1.abstractmethod
     def AttachTrainer(

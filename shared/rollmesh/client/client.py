@@ -20,6 +20,8 @@ from rollmesh.v1 import events_pb2, run_pb2, types_pb2
 
 SUBMIT_TASKS = 1024
 """Number of tasks in a call of SubmitTasks, as its proto allows."""
+SUBMIT_EPISODES = 1024
+"""Number of episodes in a call of SubmitSamples, as its proto allows."""
 SUBMIT_BYTES = 1 << 20
 """Size of the tasks in a call, in bytes, unless it is one larger task. The proto allows 2 MiB."""
 
@@ -175,6 +177,56 @@ class Run(RunCalls):
         reply = run_pb2.SubmitTasksResponse()
         for part in parts:
             reply = await self._submit(part)
+        return reply.submitted
+
+    async def submit_samples(
+        self,
+        episodes: Iterable[types_pb2.Episode],
+        tasks: Iterable[types_pb2.Task],
+        *,
+        source: types_pb2.SegmentSource.ValueType,
+        answer_keys: Iterable[types_pb2.AnswerKey] = (),
+        tokenizer_digest: str = "",
+        provenance: events_pb2.Provenance | None = None,
+    ) -> run_pb2.SubmittedSamples:
+        """Submit finished episodes of another source to a run with an entry of `foreign` for it, in as many calls as
+        they need, and return the account of the source. `SubmitSamplesRequest` describes both forms of an episode. The
+        episodes with one `key.group` become one group of the run.
+
+        When it returns, they survive a crash of every service. After an error, call it again with the same episodes:
+        groups that were stored are not added twice. While too many groups wait for admission, it waits, for the limit
+        of retries. Raises `InvalidInput` (the message names the episode and the field), `SampleConflict`,
+        `SamplesNotAccepted`, `TokenizerMismatch`, `SampleQuota`, `PayloadTooLarge`.
+        """
+        known, keys = {task.task_id: task for task in tasks}, {key.task_id: key for key in answer_keys}
+        groups: dict[str, list[types_pb2.Episode]] = {}
+        for episode in episodes:
+            groups.setdefault(episode.key.group, []).append(episode)
+
+        def request() -> run_pb2.SubmitSamplesRequest:
+            return run_pb2.SubmitSamplesRequest(
+                run=self.name, source=source, tokenizer_digest=tokenizer_digest, provenance=provenance
+            )
+
+        parts: list[run_pb2.SubmitSamplesRequest] = []
+        num_bytes = 0
+        for of_group in groups.values():
+            task = known.get(of_group[0].key.task)
+            size = sum(one.ByteSize() for one in of_group) + (task.ByteSize() if task is not None else 0)
+            num = len(parts[-1].episodes) + len(of_group) if parts else 0
+            if not parts or num_bytes + size > SUBMIT_BYTES or num > SUBMIT_EPISODES:
+                parts.append(request())
+                num_bytes = 0
+            num_bytes += size
+            part = parts[-1]
+            part.episodes.extend(of_group)
+            if task is not None and task.task_id not in {one.task_id for one in part.tasks}:
+                part.tasks.append(task)
+                if task.task_id in keys:
+                    part.answer_keys.append(keys[task.task_id])
+        reply = run_pb2.SubmitSamplesResponse()
+        for part in parts or [request()]:
+            reply = await self.ask("SubmitSamples", part)
         return reply.submitted
 
     async def _submit(self, part: run_pb2.SubmitTasksRequest) -> run_pb2.SubmitTasksResponse:

@@ -62,7 +62,8 @@ __all__ = [
     "NotPrepared", "NotPublished", "NotReady", "NotUploaded", "OutOfRange", "Overloaded", "PayloadLost",
     "PayloadTooLarge", "PermissionDenied", "Phrase", "PriceLimit", "ProbeMismatch", "RankFailed", "RanksDisagree",
     "ResourceExhausted", "RunEnded", "RunExists", "RunLive",
-    "RunStopped", "SandboxFailed", "ScorerFailed", "StaleWeights", "TaskConflict", "TaskQuota", "TasksNotAccepted",
+    "RunStopped", "SampleConflict", "SampleQuota", "SamplesNotAccepted", "SandboxFailed", "ScorerFailed",
+    "StaleWeights", "TaskConflict", "TaskQuota", "TasksNotAccepted", "TokenizerMismatch",
     "Unauthenticated", "Unavailable",
     "UndecodableRequest",
     "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
@@ -392,6 +393,18 @@ class TasksNotAccepted(FailedPrecondition):
     reason = "TASKS_NOT_ACCEPTED"
 
 
+class SamplesNotAccepted(FailedPrecondition):
+    """The run takes no samples of this source from clients, because `run.foreign` has no bound for it."""
+
+    reason = "SAMPLES_NOT_ACCEPTED"
+
+
+class TokenizerMismatch(FailedPrecondition):
+    """The token ids of submitted samples are of another tokenizer than that of the run."""
+
+    reason = "TOKENIZER_MISMATCH"
+
+
 class WrongUpdate(FailedPrecondition):
     """The update is not the next one, which the metadata contains."""
 
@@ -464,6 +477,12 @@ class TaskConflict(AlreadyExists):
     reason = "TASK_CONFLICT"
 
 
+class SampleConflict(AlreadyExists):
+    """Samples with this key were submitted with other content."""
+
+    reason = "SAMPLE_CONFLICT"
+
+
 class CommitConflict(AlreadyExists):
     """The update is committed already, with other dispositions; the first commit stands."""
 
@@ -517,6 +536,17 @@ class TaskQuota(ResourceExhausted):
     @property
     def retryable(self) -> bool:
         """Whether tasks of the quota can be drawn."""
+        return self.retry_after_s is not None
+
+
+class SampleQuota(ResourceExhausted):
+    """A run has as many submitted samples as it may; retry after `retry_after_s` if it is set."""
+
+    reason = "SAMPLE_QUOTA"
+
+    @property
+    def retryable(self) -> bool:
+        """Whether samples of the quota can be admitted."""
         return self.retry_after_s is not None
 
 

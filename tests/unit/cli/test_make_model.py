@@ -77,7 +77,9 @@ def test_a_mixture_of_families_demonstrates_each_and_gives_the_hardest_level_tha
         demonstrated_sources(msgspec.structs.replace(CONFIG, tasks=mixed))
 
 
-def test_the_classes_of_a_mixture_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_classes_of_a_mixture_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that makes the model has another folder than the configuration."""
     (tmp_path / "mine.py").write_text(
         "from rollmesh.demo.families.calc import CalcSource\nclass Mine(CalcSource):\n    name = 'mine'\n"

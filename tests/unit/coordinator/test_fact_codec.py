@@ -44,6 +44,8 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return strategy(args[0])
     if hint is str:
         return st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    if hint is bytes:
+        return st.binary(max_size=8)
     if hint is bool:
         return st.booleans()
     if hint is float:
@@ -56,6 +58,9 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
         return run_specs()
     if hint is records.ReplaySpec:
         return replay_specs()
+    if hint is records.ForeignSource:  # a share of 1 is valid for every size of a batch
+        ages = st.one_of(st.integers(0, 10**6), st.just(records.UNLIMITED))
+        return st.builds(hint, source=strategy(records.SubmittedSource), max_age=ages, share=st.just(1.0))
     if issubclass(hint, (records.Record, PolicyVersion)):
         return st.builds(hint, **{n: strategy(h, n) for n, h in typing.get_type_hints(hint).items()})
     return st.sampled_from(list(hint))
@@ -74,17 +79,24 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
     fields |= {"batch_groups": st.integers(2, 50), "replay": st.none() | replay_specs()}
     fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
     fields["eval_tasks"] = st.integers(1, 1000)
-    trains = fields | {"export_groups": st.just(0)}
+    one_source = st.lists(strategy(records.ForeignSource), max_size=1).map(tuple)
+    trains = fields | {"export_groups": st.just(0), "foreign": one_source}
+    trains["external_sources"] = st.just(typing.get_args(records.SubmittedSource))
     succeeds = trains | {"eval_every": st.integers(1, 1000)}
     succeeds |= {"success_target": st.floats(0, 1)}
-    exports = fields | {"updates_max": st.just(0), "eval_every": st.just(0), "replay": st.none()}
+    exports = fields | {
+        "updates_max": st.just(0),
+        "eval_every": st.just(0),
+        "replay": st.none(),
+        "foreign": st.just(()),
+    }
     return st.one_of(*(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))
 
 
 def replay_specs() -> st.SearchStrategy[records.ReplaySpec]:
     return st.builds(
         records.ReplaySpec,
-        max_staleness=st.just(records.UNLIMITED) | st.integers(1, 100),
+        max_staleness=st.just(records.ANY_STALENESS) | st.integers(1, 100),
         share=st.floats(0.5, 1.0),
         capacity_groups=st.integers(1, 16_384),
         priority=st.just("return"),

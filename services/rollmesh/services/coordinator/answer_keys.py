@@ -18,6 +18,7 @@ from rollmesh.shared.store.sized_cache import SizedCache
 from rollmesh.v1 import events_pb2, types_pb2
 
 REFS_MAX = 256
+_SUBMISSIONS = (events_pb2.TasksSubmitted, events_pb2.SamplesSubmitted)
 _POSITION = re.compile(r"[1-9][0-9]{0,17}")
 """Sequences of a stream, which begin at 1."""
 BYTES_MAX = 4 * 1024 * 1024
@@ -61,7 +62,7 @@ class AnswerKeys:
         if not ref.startswith(f"{SUBMITTED_SCHEME}:") or not _POSITION.fullmatch(position):
             raise _unknown(ref, f"expected {SUBMITTED_SCHEME}:RUN/POSITION-RANDOM/TASK_ID")
         for fact in await self._facts(ref, run, int(position)):
-            if isinstance(fact, events_pb2.TasksSubmitted) and fact.submission == submission:
+            if isinstance(fact, _SUBMISSIONS) and fact.submission == submission:
                 keys = {key.task_id: key for key in fact.answer_keys}
                 if self._newest.get(place) is None:  # another call may have read it
                     self._newest.put(place, keys, fact.ByteSize())

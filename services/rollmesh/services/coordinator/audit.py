@@ -21,7 +21,13 @@ from pathlib import Path
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
 from rollmesh.services.coordinator.audit_checkpoint import OpenCheckpoint, check_checkpoint, open_checkpoint
-from rollmesh.services.coordinator.audit_conservation import Conservation
+from rollmesh.services.coordinator.audit_conservation import (
+    EVALUATION,
+    REPLAY,
+    TRAINING,
+    Conservation,
+    submitted_account,
+)
 from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
 from rollmesh.services.coordinator.audit_report import (
@@ -35,7 +41,7 @@ from rollmesh.services.coordinator.audit_report import (
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, Purpose, RunCreated, SampleEnd
+from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, RunCreated, SampleEnd
 from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
@@ -48,11 +54,6 @@ FINDINGS_MAX = 1000
 EPISODES_MAX = 100_000
 """Maximum number of episodes that a group reserves at once. A fact with more is false and is not folded, because it
 would take all memory."""
-_KINDS = {
-    "training": (Purpose.TRAIN, Purpose.EXPORT),
-    "evaluation": (Purpose.EVAL,),
-    "replay": (Purpose.REPLAY,),
-}
 _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a fold by a fact that contradicts earlier ones."""
 
@@ -128,9 +129,8 @@ class Audit:
         """Compare the counters with the groups, and with the independent counters."""
         if not self._folds:
             return
-        for kind, purposes in _KINDS.items():
-            counters = self.state.counters_of(purposes[0])
-            walked = sum(group.num_live_of(purposes) for group in self.state.groups.values())
+        for kind, counters in self._counters().items():
+            walked = self.state.num_live_in(counters)
             sums = {
                 "live in the groups": walked,
                 "reserved less ended": counters.reserved - sum(counters.ends.values()),
@@ -139,14 +139,19 @@ class Audit:
                 if value != counters.live:
                     self.complain("conservation", f"{kind}: the counters say {counters.live} live, {what}: {value}")
 
+    def _counters(self) -> dict[str, SampleCounters]:
+        """Return the counters of the fold by account."""
+        state = self.state
+        submitted = {submitted_account(source): account.counters for source, account in state.foreign.items()}
+        return {TRAINING: state.counters, EVALUATION: state.eval_counters, REPLAY: state.replay.counters, **submitted}
+
     def _compare_conservation(self) -> None:
-        for kind, purposes in _KINDS.items():
-            counters = self.state.counters_of(purposes[0])
-            ours = {"RESERVED": self._conservation.reserved(*purposes), "LIVE": self._conservation.live(*purposes)}
+        for kind, counters in self._counters().items():
+            ours = {"RESERVED": self._conservation.reserved(kind), "LIVE": self._conservation.live(kind)}
             theirs = {"RESERVED": counters.reserved, "LIVE": counters.live}
             for end in SampleEnd:
                 if end is not SampleEnd.LIVE:
-                    ours[end.name] = self._conservation.ends(end, *purposes)
+                    ours[end.name] = self._conservation.ends(end, kind)
                     theirs[end.name] = counters.ends.get(end, 0)
             for name, value in ours.items():
                 if value != theirs[name]:
@@ -187,6 +192,8 @@ class Audit:
             samples=_totals(state.counters),
             eval_samples=_totals(state.eval_counters),
             replay=_replay_line(state, updates),
+            submitted={source: _totals(account.counters) for source, account in state.foreign.items()},
+            ages={source: dict(ages) for source, ages in updates.ages.items()},
             reasons=dict(state.counters.reasons),
             updates=len(updates.standing),
             updates_undone=updates.num_undone,

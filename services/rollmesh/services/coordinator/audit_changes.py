@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from enum import IntEnum
 from typing import Any
+
+import msgspec
 
 from rollmesh.services.coordinator.audit_report import ChangeLine, Complain
 from rollmesh.services.coordinator.core import facts as f
@@ -68,4 +69,4 @@ def _equal(text: str, value: Any) -> bool:
         listed = json.loads(text)
     except ValueError:
         return False
-    return bool(listed == (int(value) if isinstance(value, IntEnum) else value))
+    return bool(listed == json.loads(msgspec.json.encode(value)))

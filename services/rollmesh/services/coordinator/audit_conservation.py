@@ -1,7 +1,8 @@
 """Conservation, counted independently: the end of every sample, without the core's `apply`.
 
 A reservation becomes the first sample of its episode, or ends with it. A sample ends once, and is not leased
-afterwards. Only TRAINED may change, when the update that used the sample is undone.
+afterwards. Only TRAINED may change, when the update that used the sample is undone. Samples of rollouts, of
+evaluations, of the replay log, and of each source of submitted samples are separate accounts.
 """
 
 from __future__ import annotations
@@ -13,34 +14,44 @@ from typing import Any
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, SampleEnd
 
+TRAINING, EVALUATION, REPLAY = "training", "evaluation", "replay"
+
+
+def submitted_account(source: str) -> str:
+    """Return the account of the submitted samples of a source."""
+    return f"submitted {source}"
+
 
 class Conservation:
     """Ends of all reservations and samples of a run. `complain` receives violations."""
 
     def __init__(self, complain: Callable[[str], None]) -> None:
         self._complain = complain
-        self._purpose: dict[str, Purpose] = {}
+        self._account: dict[str, str] = {}
+        """Account of every group."""
+        self._sources: dict[str, str] = {}
+        """Sources of submitted samples that no group has yet, by key."""
         self._members: dict[str, list[str]] = {}
         self._places: Counter[str] = Counter()
         """Number of reservations per group that are neither samples nor ended yet."""
         self._end: dict[str, SampleEnd] = {}
         """End of every sample; LIVE if it has not ended."""
-        self._account: dict[str, Purpose] = {}
+        self._of_sample: dict[str, str] = {}
         """Account of every sample: that of its group, or REPLAY."""
         self._applied: dict[int, list[str]] = {}
-        self._reserved: Counter[Purpose] = Counter()
-        self._ends: Counter[tuple[Purpose, SampleEnd]] = Counter()
+        self._reserved: Counter[str] = Counter()
+        self._ends: Counter[tuple[str, SampleEnd]] = Counter()
 
-    def reserved(self, *purposes: Purpose) -> int:
-        return sum(self._reserved[purpose] for purpose in purposes)
+    def reserved(self, account: str) -> int:
+        return self._reserved[account]
 
-    def ends(self, end: SampleEnd, *purposes: Purpose) -> int:
-        return sum(self._ends[purpose, end] for purpose in purposes)
+    def ends(self, end: SampleEnd, account: str) -> int:
+        return self._ends[account, end]
 
-    def live(self, *purposes: Purpose) -> int:
+    def live(self, account: str) -> int:
         """Count them one by one, not as a difference."""
-        places = sum(num for group, num in self._places.items() if self._purpose[group] in purposes)
-        samples = sum(end is SampleEnd.LIVE and self._account[sample] in purposes for sample, end in self._end.items())
+        places = sum(num for group, num in self._places.items() if self._account[group] == account)
+        samples = sum(end is SampleEnd.LIVE and self._of_sample[sample] == account for sample, end in self._end.items())
         return places + samples
 
     def enter(self, fact: f.Fact) -> None:
@@ -51,14 +62,27 @@ class Conservation:
 
     def _reserve(self, group: str, num: int) -> None:
         self._places[group] += num
-        self._reserved[self._purpose[group]] += num
+        self._reserved[self._account[group]] += num
 
     def _group_reserved(self, fact: f.GroupReserved) -> None:
-        if fact.group in self._purpose:
+        if fact.group in self._account:
             self._complain(f"group {fact.group} is reserved twice")
-        self._purpose[fact.group] = fact.purpose
+        self._account[fact.group] = EVALUATION if fact.purpose is Purpose.EVAL else TRAINING
+        if fact.submitted_key:
+            source = self._sources.pop(fact.submitted_key, None)
+            if source is None:
+                self._complain(f"group {fact.group} replays samples {fact.submitted_key!r}, which do not wait")
+            self._account[fact.group] = submitted_account(source or "")
         self._members.setdefault(fact.group, [])
         self._reserve(fact.group, fact.num_episodes)
+
+    def _samples_submitted(self, fact: f.SamplesSubmitted) -> None:
+        self._sources |= {group.key: fact.source.name.lower() for group in fact.groups}
+
+    def _samples_dropped(self, fact: f.SubmittedSamplesDropped) -> None:
+        for key in fact.keys:
+            if self._sources.pop(key, None) is None:
+                self._complain(f"submitted samples {key!r} are dropped, which do not wait")
 
     def _episodes_added(self, fact: f.EpisodesAdded) -> None:
         self._reserve(fact.group, fact.num_episodes)
@@ -70,16 +94,16 @@ class Conservation:
 
     def _episode_ended(self, fact: f.EpisodeEnded) -> None:
         self._take_place(fact.group, fact.episode)
-        self._ends[self._purpose[fact.group], fact.end] += 1
+        self._ends[self._account[fact.group], fact.end] += 1
 
     def _episode_scored(self, fact: f.EpisodeScored) -> None:
         self._take_place(fact.group, fact.episode)
-        self._reserved[self._purpose[fact.group]] += len(fact.samples) - 1
+        self._reserved[self._account[fact.group]] += len(fact.samples) - 1
         for sample in fact.samples:
             if sample.sample_id in self._end:
                 self._complain(f"sample {sample.sample_id} is reported twice")
             self._end[sample.sample_id] = SampleEnd.LIVE
-            self._account[sample.sample_id] = self._purpose[fact.group]
+            self._of_sample[sample.sample_id] = self._account[fact.group]
             self._members[fact.group].append(sample.sample_id)
 
     def _finish(self, sample: str, end: SampleEnd) -> None:
@@ -91,15 +115,15 @@ class Conservation:
             self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
             return
         self._end[sample] = end
-        self._ends[self._account[sample], end] += 1
+        self._ends[self._of_sample[sample], end] += 1
 
     def _samples_replayed(self, fact: f.SamplesReplayed) -> None:
-        self._reserved[Purpose.REPLAY] += len(fact.samples)
+        self._reserved[REPLAY] += len(fact.samples)
         for sample in fact.samples:
             if sample.sample_id in self._end:
                 self._complain(f"sample {sample.sample_id} is replayed, but exists")
             self._end[sample.sample_id] = SampleEnd.LIVE
-            self._account[sample.sample_id] = Purpose.REPLAY
+            self._of_sample[sample.sample_id] = REPLAY
             self._members.setdefault(fact.group, []).append(sample.sample_id)
 
     def _group_finalized(self, fact: f.GroupFinalized) -> None:
@@ -132,13 +156,15 @@ class Conservation:
         for update in [u for u in self._applied if u > fact.to_update]:
             for sample in self._applied.pop(update):
                 if self._end.get(sample) is SampleEnd.TRAINED:
-                    purpose = self._account[sample]
+                    account = self._of_sample[sample]
                     self._end[sample] = SampleEnd.STALE
-                    self._ends[purpose, SampleEnd.TRAINED] -= 1
-                    self._ends[purpose, SampleEnd.STALE] += 1
+                    self._ends[account, SampleEnd.TRAINED] -= 1
+                    self._ends[account, SampleEnd.STALE] += 1
 
 
 _HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {
+    f.SamplesSubmitted: Conservation._samples_submitted,
+    f.SubmittedSamplesDropped: Conservation._samples_dropped,
     f.GroupReserved: Conservation._group_reserved,
     f.EpisodesAdded: Conservation._episodes_added,
     f.EpisodeEnded: Conservation._episode_ended,

@@ -54,12 +54,16 @@ class _History:
         self._update = 0
         """The remaining update that used it; 0 if there is none."""
         self._trained = False
+        self._submitted: dict[str, f.SamplesSubmitted] = {}
+        """Submissions by the keys of their groups."""
 
     def about(self, fact: f.Fact) -> Iterator[str]:
         if getattr(fact, "episode", None) == self._episode:
             yield from self._episode_fact(fact)
         elif isinstance(fact, f.GroupReserved | f.EpisodesAdded | f.GroupFinalized) and fact.group == self._group:
             yield from self._group_fact(fact)
+        elif isinstance(fact, f.SamplesSubmitted):
+            self._submitted |= dict.fromkeys((group.key for group in fact.groups), fact)
         elif isinstance(fact, f.SamplesEnded) and self._sample in fact.sample_ids:
             yield f"ended: {fact.end.name.lower()} {fact.reason}".rstrip()
         else:
@@ -70,6 +74,8 @@ class _History:
         if isinstance(fact, f.GroupReserved):
             intended = f" for update {fact.update_intended}" if fact.update_intended else ""
             again = f", again after dead letter {fact.dead_id}" if fact.dead_id else ""
+            if fact.submitted_key:
+                again = f", to replay the submitted samples {fact.submitted_key}{self._provenance(fact.submitted_key)}"
             yield (
                 f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min "
                 f"{fact.step_min}{again}"
@@ -78,6 +84,16 @@ class _History:
             yield f"its group grew by {fact.num_episodes} episodes"
         else:
             yield f"its group was decided on: {fact.decision.name.lower()} {fact.reason}".rstrip()
+
+    def _provenance(self, key: str) -> str:
+        if key not in self._submitted:
+            return ""
+        fact = self._submitted[key]
+        origin = fact.provenance
+        parts = [f"mesh {origin.mesh}"] * bool(origin.mesh) + [f"run {origin.run} at step {origin.step}"] * bool(
+            origin.run
+        )
+        return f" of source {fact.source.name.lower()}" + (f" from {', '.join(parts)}" if parts else "")
 
     def _episode_fact(self, fact: f.Fact) -> Iterator[str]:
         if isinstance(fact, f.EpisodeLeased):

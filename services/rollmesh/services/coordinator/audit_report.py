@@ -126,9 +126,13 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
     lag_max: int
     """Largest lag of a used sample; -1 if none trained on POLICY tokens."""
     lags: dict[int, int]
-    """Used samples by lag; -1 counts those that train no POLICY token."""
+    """Used samples of rollouts by lag; -1 counts those that train no POLICY token."""
     samples: SampleTotals
     eval_samples: SampleTotals
+    submitted: dict[str, SampleTotals]
+    """Submitted samples by source."""
+    ages: dict[str, dict[int, int]]
+    """Used submitted samples by source and age."""
     reasons: dict[str, int]
     updates: int
     """Number of updates that are not undone."""
@@ -157,6 +161,7 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             *(f"  {check:<13} {self._verdict(check, check in broken)}" for check in CHECKS),
             f"  samples       {_describe(self.samples)}",
             f"  evaluation    {_describe(self.eval_samples)}",
+            *(f"  {source:<13} {self._submitted(source)}" for source in self.submitted),
             (
                 f"  updates       {self.updates} committed, {self.updates_skipped} of them skipped; "
                 f"{self.updates_undone} undone"
@@ -182,6 +187,10 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
         lines += [f"  remedy for {check}: {REMEDIES[check]}" for check in CHECKS if check in broken]
         lines += [f"  #{line.position} {line.what}" for line in self.history]
         return "\n".join(lines)
+
+    def _submitted(self, source: str) -> str:
+        ages = ", ".join(f"{age}: {num}" for age, num in sorted(self.ages.get(source, {}).items())) or "none"
+        return f"submitted: {_describe(self.submitted[source])}; used by age: {ages}"
 
     def _bounds(self) -> str:
         """Return the staleness bound and the bounds before it."""

@@ -4,6 +4,7 @@ This module repeats the arithmetic of the bound on purpose, so that an error in 
 
     lag of a sample at update k = (k - 1) - (oldest step among its trained tokens) <= eta
     DROP trains all its tokens; MASK those of steps >= k - 1 - eta, and at least one
+    age of a submitted sample = (k - 1) - applied step at its submission <= max_age of its source
 """
 
 from __future__ import annotations
@@ -43,6 +44,14 @@ class Updates:
         self.lags: Counter[int] = Counter()
         """Number of used samples of all committed updates, also undone ones, by lag; -1 for those without POLICY
         tokens. Replayed samples are in `replays.lags`."""
+        self.ages: dict[str, Counter[int]] = {}
+        """Number of used submitted samples of all committed updates, by source and age."""
+        self._submitted: dict[str, tuple[str, int]] = {}
+        """Source of submitted samples and the applied step at the submission, by key."""
+        self._of_group: dict[str, tuple[str, int]] = {}
+        """The same, by group."""
+        self._group: dict[str, str] = {}
+        """Group of every sample that replays a submitted one."""
         self._complain = complain
         self._samples: dict[str, SampleMeta] = {}
         self._used_in: dict[str, int] = {}
@@ -64,8 +73,15 @@ class Updates:
         self.versions.enter(fact)
         self.replays.enter(fact)
         match fact:
+            case f.SamplesSubmitted():
+                found = fact.source.name.lower(), self.applied
+                self._submitted |= dict.fromkeys((group.key for group in fact.groups), found)
+            case f.GroupReserved() if fact.submitted_key in self._submitted:
+                self._of_group[fact.group] = self._submitted[fact.submitted_key]
             case f.EpisodeScored():
                 self._samples.update((sample.sample_id, sample) for sample in fact.samples)
+                if fact.group in self._of_group:
+                    self._group |= dict.fromkeys((sample.sample_id for sample in fact.samples), fact.group)
             case f.UpdateCommitted():
                 self._commit(fact)
             case f.CheckpointReported():
@@ -110,6 +126,9 @@ class Updates:
             self._complain(
                 "bound", f"update {k} of policy {fact.policy!r} used sample {sample_id} of policy {meta.policy!r}"
             )
+        if sample_id in self._group:
+            self._check_age(sample_id, k, spec)
+            return
         for span in meta.steps:
             if span.step > k - 1:
                 self._complain(
@@ -129,6 +148,14 @@ class Updates:
                 f"{_steps(meta)}",
             )
         self.lags[lag] += 1
+
+    def _check_age(self, sample_id: str, k: int, spec: RunSpec) -> None:
+        source, step = self._of_group[self._group[sample_id]]
+        age = max(0, k - 1 - step)
+        most = next((one.max_age for one in spec.foreign if one.source == source), -1)
+        if isinstance(most, int) and age > most:
+            self._complain("bound", f"update {k} used submitted sample {sample_id} of age {age}, bound {most}")
+        self.ages.setdefault(source, Counter())[age] += 1
 
 
 def _steps(meta: SampleMeta) -> str:

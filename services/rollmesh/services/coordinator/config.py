@@ -29,6 +29,17 @@ class SubmissionConfig(Settings):
     """Maximum number of tasks that a run gets in total. The coordinator holds the id of each, 150 to 400 bytes."""
 
 
+class SamplesConfig(Settings):
+    """Quotas of the finished samples that clients submit to a run (SubmitSamples)."""
+
+    waiting_max: PositiveInt = 4096
+    """Maximum number of groups of a run that wait for admission. More are rejected with SAMPLE_QUOTA."""
+    waiting_bytes_max: PositiveInt = 32 * 1024 * 1024
+    """Maximum size of these groups, in bytes. The coordinator holds them in memory and in its snapshots."""
+    groups_max: PositiveInt = 200_000
+    """Maximum number of groups that a run gets in total. The coordinator holds the key of each."""
+
+
 class RunLimits(Settings):
     """Limits of one run's driver."""
 
@@ -71,6 +82,8 @@ class RunLimits(Settings):
     """Maximum back-off between two calls, in seconds."""
     submitted: SubmissionConfig = SubmissionConfig()
     """Quotas of submitted tasks."""
+    samples: SamplesConfig = SamplesConfig()
+    """Quotas of submitted samples."""
 
 
 class ArchiveConfig(Settings):

@@ -93,12 +93,15 @@ def _read(payload: bytes, dead_id: int) -> events_pb2.DeadLetter:
 
 
 def _is_replayable(letter: events_pb2.DeadLetter) -> bool:
-    return letter.kind == events_pb2.DEAD_KIND_TASK and letter.purpose != types_pb2.PURPOSE_EVAL
+    drawn = letter.purpose != types_pb2.PURPOSE_EVAL and not letter.submitted_key
+    return letter.kind == events_pb2.DEAD_KIND_TASK and drawn
 
 
 def _check_replayable(letter: events_pb2.DeadLetter) -> None:
     if not _is_replayable(letter):
         what = Purpose.EVAL.name if letter.kind == events_pb2.DEAD_KIND_TASK else "payload"
+        if letter.submitted_key:
+            what = f"submitted samples {letter.submitted_key}, in"
         raise NotReplayable(
             f"dead letter {letter.dead_id} is of {what} {letter.subject}: only tasks of training can be retried",
             dead_id=letter.dead_id,

@@ -242,7 +242,7 @@ class RunDriver(Callers):
         request = question.request
         if isinstance(request, i.ReportEpisodes):
             request = without_purged(request, self._is_purged)
-        elif isinstance(request, i.SubmitTasks):
+        elif isinstance(request, i.SubmitTasks | i.SubmitSamples):
             position = self._ledger.head.position + 1
             left = int(self._ledger.left(LEDGER_WARN_SHARE))
             request = structs.replace(

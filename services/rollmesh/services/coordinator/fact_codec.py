@@ -28,7 +28,7 @@ from rollmesh.v1 import events_pb2
 T = TypeVar("T")
 Q = TypeVar("Q", bound=Request[Any])
 E = TypeVar("E", bound=IntEnum)
-_SCALARS = (str, int, float, bool)
+_SCALARS = (str, int, float, bool, bytes)
 Message = Any  # generated messages, accessed by field name, which their stubs cannot type
 
 
@@ -106,6 +106,10 @@ def _field(name: str, hint: Any) -> _Field:
         return _tuple(name, args[0])
     if origin is dict:
         return _dict(name)
+    if origin is typing.Literal:
+        return _Field(name, lambda m, v: setattr(m, name, v), lambda m: getattr(m, name))
+    if origin in (types.UnionType, typing.Union) and int in args:
+        return _number_or_word(name)
     if origin in (types.UnionType, typing.Union):
         return _optional(name, next(arg for arg in args if arg is not types.NoneType))
     if issubclass(hint, IntEnum):
@@ -128,7 +132,26 @@ def _tuple(name: str, item: Any) -> _Field:
         for value in values:
             encode_into(value, repeated.add())
 
-    return _Field(name, put, lambda m: tuple(decode(item, below) for below in getattr(m, name)))
+    def get(message: Message) -> tuple[Any, ...]:
+        found = []
+        for index, below in enumerate(getattr(message, name)):
+            try:
+                found.append(decode(item, below))
+            except SettingError as error:
+                raise SettingError(f"{name}[{index}].{error.field}", error.what) from error
+        return tuple(found)
+
+    return _Field(name, put, get)
+
+
+def _number_or_word(name: str) -> _Field:
+    """A whole number or a word, whose text the message has."""
+
+    def get(message: Message) -> int | str:
+        text: str = getattr(message, name)
+        return int(text) if text.isascii() and text.isdigit() else text
+
+    return _Field(name, lambda m, v: setattr(m, name, str(v)), get)
 
 
 def _dict(name: str) -> _Field:

@@ -181,6 +181,7 @@ class CoordinatorNode:
             deadline_s=limit_s,
             message_bytes_max=self._config.server.message_bytes_max,
             submitted=self._config.run.submitted,
+            samples=self._config.run.samples,
         )
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED_TEXTS)
 

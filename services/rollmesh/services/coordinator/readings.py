@@ -54,6 +54,7 @@ def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
     return [
         *_samples(run, core.state.counters, "train"),
         *_samples(run, core.state.eval_counters, "eval"),
+        *(one for name, source in core.state.foreign.items() for one in _samples(run, source.counters, name)),
         *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
         *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
         *(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 
-from rollmesh.services.coordinator import translate, validation
-from rollmesh.services.coordinator.config import SubmissionConfig
+from rollmesh.services.coordinator import sample_submissions, translate, validation
+from rollmesh.services.coordinator.config import SamplesConfig, SubmissionConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -50,6 +50,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         deadline_s: float,
         message_bytes_max: int,
         submitted: SubmissionConfig,
+        samples: SamplesConfig,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its
         messages."""
@@ -58,6 +59,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._deadline_s = deadline_s
         self._ids = ids
         self._submitted = submitted
+        self._samples = samples
         self._dead = dead
         self._clock = clock
         self._runs = runs
@@ -174,7 +176,19 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         return encode(submitted, pb.SubmitTasksResponse)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
-        raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")
+        digest, quotas = self._mesh.tokenizer_digest, self._samples
+        sample_submissions.check(request, task_bytes_max=self._submitted.task_bytes_max, tokenizer_digest=digest)
+        self._mesh.check_tasks(request.tasks, replayed=True)
+        driver = await self._runs.get(request.run)
+        validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
+        limits = i.SampleLimits(
+            groups_max=quotas.groups_max,
+            waiting_max=quotas.waiting_max,
+            waiting_bytes_max=quotas.waiting_bytes_max,
+        )
+        random = self._ids.new()
+        submitted = await driver.submit(lambda ticket: sample_submissions.to_input(ticket, request, random, limits))
+        return encode(submitted, pb.SubmitSamplesResponse)
 
     async def FetchSamples(
         self, request: pb.FetchSamplesRequest, context: Context

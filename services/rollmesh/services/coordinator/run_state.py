@@ -9,6 +9,7 @@ from statistics import fmean
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import FailedAttempts, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd
+from rollmesh.services.coordinator.core.foreign_samples import accounts
 from rollmesh.services.coordinator.core.state import (
     REWARD_NAMES_MAX,
     EpisodeStatus,
@@ -58,6 +59,7 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
         recent=_recent(core.ephemeral.recent) if core.ephemeral.recent else None,
         replay=_replay(state) if state.the_spec.replay is not None else None,
         submitted=encode(submitted_tasks(state), pb.SubmittedTasks) if state.the_spec.submitted_tasks else None,
+        submitted_samples=[encode(account, pb.SubmittedSamples) for account in accounts(state)],
     )
 
 

@@ -98,6 +98,9 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
         index=lease.index,
         submitted=lease.submitted,
     )
+    if lease.given_source:
+        message.given.MergeFromString(lease.given)
+        message.given_source = types_pb2.SegmentSource.Value(f"SEGMENT_SOURCE_{lease.given_source.upper()}")
     message.key.run = run
     message.key.task = lease.task.task_id
     message.key.group = lease.group
@@ -343,6 +346,7 @@ def dead_letter(letter: DeadLetter, time_unix_s: float) -> events_pb2.DeadLetter
         tries=letter.tries,
         purpose=types_pb2.Purpose.ValueType(letter.purpose),
         traceback=letter.traceback,
+        submitted_key=letter.submitted_key,
     )
     encode_into(letter.task, message.task)
     return message

@@ -121,7 +121,7 @@ def check_attach(request: run_pb2.AttachTrainerRequest) -> None:
 def check_commit(request: run_pb2.CommitUpdateRequest) -> None:
     check_trainer(request)
     check_update(request.update)
-    _check_unique("lease_ids", request.lease_ids)
+    check_unique("lease_ids", request.lease_ids)
     if len(request.lease_ids) > LEASES_MAX:
         raise field_error("lease_ids", f"have at most {LEASES_MAX} entries", len(request.lease_ids))
     for index, lease_id in enumerate(request.lease_ids):
@@ -137,7 +137,7 @@ def _check_groups(request: run_pb2.CommitUpdateRequest) -> None:
         raise field_error("groups", f"have at most {GROUPS_MAX} entries", len(request.groups))
     if request.groups and request.outcome == run_pb2.UPDATE_OUTCOME_SKIPPED:
         raise field_error("groups", "be empty for a skipped update", Phrase(f"{len(request.groups)} entries"))
-    _check_unique("groups", [group.group for group in request.groups])
+    check_unique("groups", [group.group for group in request.groups])
     for index, group in enumerate(request.groups):
         check_id(f"groups[{index}].group", group.group)
         fields = {name: getattr(group, name) for name in TRAINED_MEASURES}
@@ -182,8 +182,15 @@ def check_submission(request: run_pb2.SubmitTasksRequest, *, task_bytes_max: int
             bytes=size,
             bytes_max=SUBMIT_BYTES_MAX,
         )
-    _check_unique("tasks.task_id", [task.task_id for task in request.tasks])
-    _check_unique("answer_keys.task_id", [key.task_id for key in request.answer_keys])
+    check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
+
+
+def check_tasks_with_keys(
+    request: run_pb2.SubmitTasksRequest | run_pb2.SubmitSamplesRequest, *, task_bytes_max: int
+) -> None:
+    """Check the tasks of a request and their answer keys, except for their scorers. Raises PayloadTooLarge."""
+    check_unique("tasks.task_id", [task.task_id for task in request.tasks])
+    check_unique("answer_keys.task_id", [key.task_id for key in request.answer_keys])
     keys = {key.task_id: key for key in request.answer_keys}
     for index, task in enumerate(request.tasks):
         if not _TASK_ID.fullmatch(task.task_id):
@@ -236,7 +243,9 @@ def _check_task(task: types_pb2.Task, key: types_pb2.AnswerKey | None, field: st
         _check_object(f"{field}answer_key.record", key.record)
 
 
-def check_submitted_scorers(request: run_pb2.SubmitTasksRequest, known: Sequence[str]) -> None:
+def check_submitted_scorers(
+    request: run_pb2.SubmitTasksRequest | run_pb2.SubmitSamplesRequest, known: Sequence[str]
+) -> None:
     """Check that each submitted task has a scorer. `known` are the rewards of the run's scorers."""
     for index, task in enumerate(request.tasks):
         field = f"{task_place(index, task)}.scorers"
@@ -401,7 +410,7 @@ def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
     if not 0 <= report.num_tool_calls_failed <= report.num_tool_calls:
         must = f"be in [0, num_tool_calls = {report.num_tool_calls}]"
         raise field_error("num_tool_calls_failed", must, report.num_tool_calls_failed)
-    _check_unique("samples.sample_id", [sample.sample_id for sample in report.samples])
+    check_unique("samples.sample_id", [sample.sample_id for sample in report.samples])
     for index, sample in enumerate(report.samples):
         _check_sample(sample, f"samples[{index}]", report.key.episode)
 
@@ -436,14 +445,14 @@ def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
         for name, least in (("step", 0), ("incarnation", 0), ("num_tokens", 1)):
             if getattr(span, name) < least:
                 raise field_error(f"{field}[{index}].{name}", f"be >= {least}", getattr(span, name))
-    _check_unique(field, [f"step {span.step}, incarnation {span.incarnation}" for span in sample.steps])
+    check_unique(field, [f"step {span.step}, incarnation {span.incarnation}" for span in sample.steps])
     known = types_pb2.SegmentSource.values()[2:]
     for index, external in enumerate(sample.external):
         if external.source not in known:
             raise field_error(f"{at}.external[{index}].source", "be a source other than POLICY", external.source)
         if external.num_tokens < 1:
             raise field_error(f"{at}.external[{index}].num_tokens", "be >= 1", external.num_tokens)
-    _check_unique(f"{at}.external", [types_pb2.SegmentSource.Name(external.source) for external in sample.external])
+    check_unique(f"{at}.external", [types_pb2.SegmentSource.Name(external.source) for external in sample.external])
     trained = sum(span.num_tokens for span in sample.steps) + sum(span.num_tokens for span in sample.external)
     if trained > sample.num_tokens:
         raise field_error(field, f"have with `external` at most num_tokens = {sample.num_tokens} tokens", trained)
@@ -492,13 +501,13 @@ def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
         raise field_error("reason", REASON_FORM, answer.reason)
     if answer.decision == reward_pb2.GROUP_DECISION_EXTEND and not 1 <= answer.num_extend <= EXTEND_MAX:
         raise field_error("num_extend", f"be in [1, {EXTEND_MAX}]", answer.num_extend)
-    _check_unique("adjusted", [sample.sample_id for sample in answer.adjusted])
+    check_unique("adjusted", [sample.sample_id for sample in answer.adjusted])
     for index, sample in enumerate(answer.adjusted):
         _check_rewards(sample.rewards, f"adjusted[{index}].rewards")
         for place, reward in enumerate(sample.rewards):
             if reward.outcome == types_pb2.REWARD_OUTCOME_OK and not in_reward_range(reward.value):
                 raise field_error(f"adjusted[{index}].rewards[{place}].value", RANGE_FORM, reward.value)
-    _check_unique("dropped", [member.sample_id for member in answer.dropped])
+    check_unique("dropped", [member.sample_id for member in answer.dropped])
     for index, member in enumerate(answer.dropped):
         check_id(f"dropped[{index}].sample_id", member.sample_id)
         if not is_word(member.reason):
@@ -516,7 +525,7 @@ def _check_learner(request: TrainerMessage | run_pb2.AttachTrainerRequest) -> No
 
 
 def _check_dispositions(samples: Sequence[run_pb2.DisposedSample]) -> None:
-    _check_unique("samples", [sample.sample_id for sample in samples])
+    check_unique("samples", [sample.sample_id for sample in samples])
     known = (run_pb2.SAMPLE_DISPOSITION_USED, run_pb2.SAMPLE_DISPOSITION_DROPPED)
     for index, sample in enumerate(samples):
         check_id(f"samples[{index}].sample_id", sample.sample_id)
@@ -526,7 +535,7 @@ def _check_dispositions(samples: Sequence[run_pb2.DisposedSample]) -> None:
             raise field_error(f"samples[{index}].reason", REASON_FORM, sample.reason)
 
 
-def _check_unique(field: str, values: Iterable[str]) -> None:
+def check_unique(field: str, values: Iterable[str]) -> None:
     seen: set[str] = set()
     for value in values:
         if value in seen:

@@ -132,8 +132,8 @@ class RunDraws:
         match fact:
             case events_pb2.RunCreated():
                 self._reward_of_run = fact.spec.success_reward
-            case events_pb2.GroupReserved() if fact.purpose == types_pb2.PURPOSE_TRAIN:
-                # Groups of an evaluation take tasks in order, and do not inform the selector.
+            case events_pb2.GroupReserved() if fact.purpose == types_pb2.PURPOSE_TRAIN and not fact.submitted_key:
+                # Groups of an evaluation take tasks in order, and do not inform the selector, nor do samples of others.
                 self._drawn(fact, fact.policy or DEFAULT_POLICY)
             case events_pb2.EpisodesAdded():
                 self._grow(fact.group, fact.num_episodes)

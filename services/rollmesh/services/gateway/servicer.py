@@ -18,7 +18,7 @@ from rollmesh.services.gateway.forwarded_calls import ForwardedCalls
 from rollmesh.services.gateway.heads import Heads
 from rollmesh.services.gateway.payloads import PayloadReader, episodes_of, shard
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
-from rollmesh.shared.errors import PayloadLost, Unimplemented, field_error
+from rollmesh.shared.errors import PayloadLost, field_error
 from rollmesh.shared.rpc.handlers import Context
 from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2_grpc
 from rollmesh.v1 import run_pb2 as pb
@@ -164,7 +164,7 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.SubmitTasks, request, context)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
-        raise Unimplemented("SubmitSamples is not implemented; samples come from rollouts only")
+        return await self._forward(self._run.SubmitSamples, request, context)
 
     async def StreamSamples(
         self, request: pb.StreamSamplesRequest, context: Context

@@ -390,11 +390,14 @@ class Environment:
         if tool is not None:
             check_tool(tool, "ToolResult")
         text = self.shortened(result.text if isinstance(result, ToolResult) else result)
-        before, after = state.format.frame
-        encoder = state.tokenizer
-        parts = [encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)]
         message = Message(role=state.format.tool_role, content=text)
-        self._give(Role.OBSERVATION, source, np.concatenate(parts), [message], tool=tool)
+        self._give(Role.OBSERVATION, source, self.observation(text), [message], tool=tool)
+
+    def observation(self, text: str) -> IntArray:
+        """Return the tokens of a text in the format's observation frame, [n] int32, without appending them."""
+        before, after = self._state.format.frame
+        encoder = self._state.tokenizer
+        return np.concatenate([encoder.encode_markup(before), encoder.encode_text(text), encoder.encode_markup(after)])
 
     def shortened(self, text: str) -> str:
         """Return a text as `observe` shows it, in at most `limits.observation_chars_max` characters."""
@@ -438,6 +441,18 @@ class Environment:
         ends = [state.tokenizer.token_id(word) for word in state.format.turn_ends] if role is Role.ACTION else []
         finish = FinishReason.STOP if given.size and int(given[-1]) in ends else FinishReason.UNFINISHED
         self._give(role, source, given, messages, train=train, finish=finish)
+
+    def replay(self, segment: Segment, params: SamplingParams | None = None) -> None:
+        """Append a segment of a finished episode of another source unchanged, with its log-probs and its loss mask.
+        `params` are those with which it was sampled. Raises ValueError for tokens of source POLICY, which only
+        `generate` appends."""
+        if segment.source is Source.POLICY:
+            raise ValueError("`segment.source` must not be POLICY, because this run did not sample it here")
+        state = self._state
+        state.check()
+        self._head = state.recorder.add_replayed(self._head, segment, params)
+        self._grow(segment.token_ids)
+        self._check_segments()
 
     async def fork(self) -> Environment:
         """Return a second branch with the same history, including files and variables of its tools. `lost_state` lists
@@ -619,6 +634,11 @@ class Environment:
     def turns_left(self) -> int:
         """Number of generations left in the episode."""
         return max(0, self._state.limits.turns_max - self._state.num_turns)
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Maximum number of tokens of a branch."""
+        return self._state.limits.context_tokens_max
 
     @property
     def tokens_left(self) -> int:

@@ -19,6 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from rollmesh.services.rollout.agent import Agent, LimitReached, agent_of, permitted_extras
+from rollmesh.services.rollout.agents.given import GivenAgent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
@@ -94,7 +95,7 @@ class EpisodeRunner:
     async def _run(self, lease: Lease) -> Report:
         stages, limits = self._parts.stages, self._parts.config.stages
         with boundary("task"):
-            agent = agent_of(lease.task, self._parts.agents)
+            agent = self._agent(lease)
         with boundary("sandbox"):
             state = self._state(lease)
         state.private = await self._private_extras(lease, agent)  # before INIT: a wait for it must not hold a slot
@@ -143,11 +144,25 @@ class EpisodeRunner:
         )
         return state
 
+    def _agent(self, lease: Lease) -> Agent:
+        if lease.given is None or lease.given_source is None:
+            return agent_of(lease.task, self._parts.agents)
+        return GivenAgent(lease.given, lease.given_source)
+
     def _is_baseline(self, lease: Lease) -> bool:
-        return self._parts.config.greedy_first and lease.purpose is Purpose.TRAIN and lease.index == 0
+        return (
+            lease.given is None
+            and self._parts.config.greedy_first
+            and lease.purpose is Purpose.TRAIN
+            and lease.index == 0
+        )
 
     async def _init(self, lease: Lease, agent: Agent, state: EnvironmentState) -> Environment:
         env = Environment(state)
+        if isinstance(agent, GivenAgent):  # the calls of its tools are over
+            with boundary("task"):
+                agent.begin(state.task, env)
+            return env
         with boundary("task"):
             env.context(state.task.messages)
             if not env.tokens_left:

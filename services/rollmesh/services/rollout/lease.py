@@ -8,7 +8,7 @@ from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
 from rollmesh.shared.codec.trajectory import decode_key
 from rollmesh.shared.domain.extras import ExtraError, decode_extras
-from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Purpose
+from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Purpose, Source
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import coordinator_pb2, types_pb2
@@ -30,6 +30,10 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """Number of the episode in its group, from 0."""
     submitted: bool = False
     """Whether a client submitted the task, so that the data service does not have it."""
+    given: types_pb2.Episode | None = None
+    """A finished episode of another source, which is replayed in place of an agent."""
+    given_source: Source | None = None
+    """Source of its trained tokens."""
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
@@ -57,6 +61,8 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
         term_s=message.lease_s,
         index=message.index,
         submitted=message.submitted,
+        given=message.given if message.HasField("given") else None,
+        given_source=Source(message.given_source) if message.HasField("given") else None,
     )
 
 

@@ -82,6 +82,13 @@ class Recorder:
         )
         return self._append(segment, key)
 
+    def add_replayed(self, parent: int, segment: Segment, params: SamplingParams | None) -> int:
+        """Record a segment of a finished episode of another source below `parent`; return its index. `params` are those
+        with which it was sampled, if they are known."""
+        key = self._tree_node(parent).next_key()
+        sampling = self._sampling_of(params) if params is not None else -1
+        return self._append(replace(segment, parent=parent, sampling=sampling), key)
+
     def draw_key(self, parent: int) -> int:
         """Return the seed of the next generation below `parent`."""
         return self._tree_node(parent).next_key()

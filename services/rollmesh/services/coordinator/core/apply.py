@@ -37,10 +37,14 @@ from rollmesh.services.coordinator.core.state import (
     Replay,
     RollBack,
     SampleState,
+    SourceAccount,
     State,
     UpdateRecord,
+    WaitingSamples,
     key_bytes,
     names_digest,
+    samples_bytes,
+    samples_digest,
     submitted_digest,
 )
 
@@ -58,6 +62,7 @@ PROGRESS = (
     f.CheckpointReported,
     f.VersionPublished,
     f.TasksSubmitted,
+    f.SamplesSubmitted,
 )
 """Facts that are progress towards trained weights. Leases, retries, failures and reservations are not, because they
 also occur in a run that is stalled. Nor is an attach, because a learner that crashes repeatedly attaches repeatedly."""
@@ -98,9 +103,15 @@ def _(fact: f.GroupReserved, state: State) -> None:
         step_min=fact.step_min,
         incarnation_min=fact.incarnation_min,
         dead_id=fact.dead_id,
+        submitted_key=fact.submitted_key,
     )
     state.groups[fact.group] = group
-    if state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
+    if fact.submitted_key:
+        waiting = _no_longer_waiting(state, fact.submitted_key)
+        given = waiting.group.episodes
+        assert (fact.num_episodes, fact.task) == (len(given), waiting.group.task), f"{fact.group} has other samples"
+        group.source, group.submitted_step, group.given = waiting.source, waiting.step, given
+    elif state.the_spec.submitted_tasks and fact.purpose is not Purpose.EVAL and not fact.dead_id:
         assert state.submitted_open, f"{fact.group} has a task that was not submitted"
         first = state.submitted_open.pop(0)
         expected = first.task.task_id
@@ -111,6 +122,7 @@ def _(fact: f.GroupReserved, state: State) -> None:
         open_eval(state, fact)
     else:
         state.num_groups += 1
+    if fact.purpose is not Purpose.EVAL and not group.source:
         state.next_draw = max(state.next_draw, fact.draw + 1)
     add_episodes(state, group, fact.num_episodes)
 
@@ -172,7 +184,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
             count_eval(state, group, meta.rewards)
         else:
             state.the_clock.tokens_generated += meta.num_sampled_tokens
-    state.counters_of(group.purpose).reserve(len(fact.samples) - 1)
+    state.counters_of(group).reserve(len(fact.samples) - 1)
     close_eval_episode(state, group)
     settle(state, group)
 
@@ -217,6 +229,7 @@ def _(fact: f.BatchLeased, state: State) -> None:
         groups=fact.groups,
         sample_ids=fact.sample_ids,
         bound=state.the_spec.bound,
+        foreign=state.the_spec.foreign,
     )
     state.num_batches += 1
     state.replay.vanished = 0
@@ -278,14 +291,19 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
         group.update = fact.update
         for sample in group.live_samples():
             if sample.sample_id in used:
-                _count_trained(state, bounds[group.group], sample, fact.update)
+                _count_trained(state, bounds[group.group], group, sample, fact.update)
             elif sample.sample_id in reasons:
                 end_sample(state, group, sample, SampleEnd.FILTERED, reasons[sample.sample_id])
         settle(state, group)
     replay_log.prune(state)
 
 
-def _count_trained(state: State, leased_under: Bound, sample: SampleState, update: int) -> None:
+def _count_trained(state: State, leased_under: Bound, group: GroupState, sample: SampleState, update: int) -> None:
+    if group.source:
+        account, age = state.foreign[group.source], max(0, update - 1 - group.submitted_step)
+        account.trained_by_age[age] = account.trained_by_age.get(age, 0) + 1
+        account.tokens_trained += sum(span.num_tokens for span in sample.meta.external)
+        return
     spans = bound.trained_spans(
         sample.meta.steps, update=update, bound=bound.bound_of(sample, leased_under, state.the_spec)
     )
@@ -296,8 +314,9 @@ def _count_trained(state: State, leased_under: Bound, sample: SampleState, updat
 
 
 def _mean_rewards(groups: list[GroupState]) -> dict[str, float]:
+    """Return the means over rollouts of the policy."""
     values: dict[str, list[float]] = {}
-    for group in groups:
+    for group in (group for group in groups if not group.source):
         for sample in (s for s in group.samples.values() if s.origin is None):
             for reward in sample.meta.rewards:
                 if reward.outcome is RewardOutcome.OK:
@@ -313,9 +332,12 @@ def _(fact: f.CheckpointReported, state: State) -> None:
         if group.update <= fact.update:
             live = [s.sample_id for s in group.live_samples()]
             num_replayed = sum(s.origin is not None for s in group.live_samples())
-            if group.update in clock.updates:
-                clock.updates[group.update].num_trained += len(live) - num_replayed
-                clock.updates[group.update].num_replayed += num_replayed
+            if (record := clock.updates.get(group.update)) is not None:
+                record.num_replayed += num_replayed
+                if group.source:
+                    record.foreign_trained[group.source] = record.foreign_trained.get(group.source, 0) + len(live)
+                else:
+                    record.num_trained += len(live) - num_replayed
             replay_log.keep_trained(state, group, live)
             end_samples(state, group, live, SampleEnd.TRAINED, "")
 
@@ -334,6 +356,8 @@ def _(fact: f.RolledBack, state: State) -> None:
         undone = clock.updates.pop(update)
         state.counters.void_trained(undone.num_trained)
         state.replay.counters.void_trained(undone.num_replayed)
+        for source, num in undone.foreign_trained.items():
+            state.foreign[source].counters.void_trained(num)
     clock.applied = fact.to_update
     clock.checkpoint = min(clock.checkpoint, fact.to_update)
     clock.incarnation = fact.incarnation
@@ -402,6 +426,34 @@ def _(fact: f.ArchiveSealed, state: State) -> None:
     assert fact.number == state.num_segments + 1, f"segment {fact.number} after segment {state.num_segments}"
     assert fact.first == state.archived + 1, f"segment {fact.number} begins at {fact.first}, not {state.archived + 1}"
     state.archived, state.num_segments = fact.last, fact.number
+
+
+@_apply.register
+def _(fact: f.SamplesSubmitted, state: State) -> None:
+    keys = {key.task_id: key for key in fact.answer_keys}
+    source = fact.source.name.lower()
+    account = state.foreign.setdefault(source, SourceAccount())
+    for group in fact.groups:
+        assert group.key not in state.foreign_keys, f"samples {group.key} submitted twice"
+        state.foreign_keys[group.key] = samples_digest(group, source, keys.get(group.task.task_id))
+        waiting = WaitingSamples(
+            group=group, source=source, step=state.the_clock.applied, num_bytes=samples_bytes(group)
+        )
+        state.foreign_waiting[group.key] = waiting
+        state.foreign_waiting_bytes += waiting.num_bytes
+        account.groups += 1
+
+
+@_apply.register
+def _(fact: f.SubmittedSamplesDropped, state: State) -> None:
+    for key in fact.keys:
+        state.foreign[_no_longer_waiting(state, key).source].dropped += 1
+
+
+def _no_longer_waiting(state: State, key: str) -> WaitingSamples:
+    waiting = state.foreign_waiting.pop(key)
+    state.foreign_waiting_bytes -= waiting.num_bytes
+    return waiting
 
 
 @_apply.register

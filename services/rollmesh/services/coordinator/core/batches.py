@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, replay, rollouts
+from rollmesh.services.coordinator.core import bound, foreign_samples, replay, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -88,7 +88,10 @@ def sweep(ctx: DecisionContext, update: int) -> None:
         ended: dict[str, list[str]] = {}
         for sample in group.live_samples():
             of_sample = bound.bound_of(sample, ctx.spec.bound, ctx.spec)
-            reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock)
+            reason = foreign_samples.why_beyond(ctx.spec.foreign, group.source, group.submitted_step, update)
+            reason = reason or bound.why_inadmissible(
+                sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock
+            )
             if reason:
                 ended.setdefault(reason, []).append(sample.sample_id)
         for reason, ids in ended.items():
@@ -101,6 +104,10 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     sweep(ctx, request.update)
     unit, amount = _wanted(ctx, request)
     ready = [g for g in ctx.state.training_groups(GroupPhase.READY) if not replay.drop_vanished(ctx, g)]
+    share = foreign_samples.BatchShare(ctx, amount)
+    within = [group for group in ready if share.take(group, _size(group, unit))]
+    if within or not _is_all(ctx):  # else only submitted samples are left, which no rollout will join
+        ready = within
     if sum(_size(g, unit) for g in ready) < replay.fresh_amount(ctx, amount) and not _is_all(ctx):
         return []
     whole = {i.GeometryUnit.GROUPS: 1, i.GeometryUnit.SAMPLES: ctx.spec.group_size}.get(unit, amount)
@@ -159,6 +166,8 @@ def _size(group: GroupState, unit: i.GeometryUnit) -> int:
         return 1
     if unit is i.GeometryUnit.SAMPLES:
         return sum(1 for _ in group.live_samples())
+    if group.source:
+        return sum(span.num_tokens for s in group.live_samples() for span in s.meta.external)
     return sum(span.num_tokens for s in group.live_samples() for span in s.meta.steps)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import bound, foreign_samples
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -119,10 +119,13 @@ def _check_bound(ctx: DecisionContext, batches: list[BatchState], used: tuple[st
     wanted = set(used)
     found: dict[str, str] = {}
     for group, batch in ((ctx.state.groups[name], b) for b in batches for name in b.groups):
+        too_old = foreign_samples.why_beyond(batch.foreign, group.source, group.submitted_step, update)
         for sample in group.live_samples():
             if sample.sample_id in wanted:
                 of_sample = bound.bound_of(sample, batch.bound, ctx.spec)
-                reason = bound.why_inadmissible(sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock)
+                reason = too_old or bound.why_inadmissible(
+                    sample.meta.steps, update=update, bound=of_sample, clock=ctx.clock
+                )
                 if reason:
                     found[sample.sample_id] = reason
     if found:

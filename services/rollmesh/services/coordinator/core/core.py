@@ -24,6 +24,7 @@ from rollmesh.services.coordinator.core import (
     demand,
     ending,
     epochs,
+    foreign_samples,
     limits,
     reports,
     rollouts,
@@ -87,6 +88,7 @@ _HANDLERS: dict[type, Callable[[DecisionContext, Any], None]] = {
     i.PublishVersion: commits.publish,
     i.VersionRejected: commits.version_refused,
     i.SubmitTasks: submissions.submit,
+    i.SubmitSamples: foreign_samples.submit,
     m.StopRun: ending.stop,
     i.Stalled: stall.stalled,
     i.ReplayDead: stall.replay,
@@ -106,6 +108,7 @@ _AFTER_FAILURE_REFUSED = (
     i.ReplayDead,
     i.ReportEpisodes,
     i.SubmitTasks,
+    i.SubmitSamples,
 )
 """Inputs that are rejected after a bug has ended the run, because the same input could trigger the bug again."""
 

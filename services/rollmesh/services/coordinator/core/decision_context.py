@@ -70,6 +70,7 @@ class DeadLetter:
     draw: int = 0
     tries: int = 0
     traceback: str = ""
+    submitted_key: str = ""
 
 
 Effect = Reply | DrawTasks | FinalizeGroup | CancelEpisodes | DeadLetter

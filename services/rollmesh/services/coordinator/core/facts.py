@@ -59,6 +59,7 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
     step_min: int = 0
     incarnation_min: int = 0
     dead_id: int = 0
+    submitted_key: str = ""
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):
@@ -469,6 +470,40 @@ class ArchiveSealed(Record, frozen=True, kw_only=True, tag=True):
     size_bytes: int = 0
 
 
+class SubmittedGroup(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One group of submitted samples."""
+
+    key: str = ""
+    task: Task = Task()
+    episodes: tuple[bytes, ...] = ()
+
+
+class Provenance(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Where submitted samples come from. Informational."""
+
+    mesh: str = ""
+    run: str = ""
+    step: int = 0
+
+
+class SamplesSubmitted(Record, frozen=True, kw_only=True, tag=True):
+    """Clients submitted samples of one source. Each group waits for admission; a GroupReserved with its key follows, or
+    SubmittedSamplesDropped. Groups that were submitted before are omitted."""
+
+    submission: str = ""
+    source: SegmentSource
+    groups: tuple[SubmittedGroup, ...] = ()
+    answer_keys: tuple[AnswerKey, ...] = ()
+    provenance: Provenance = Provenance()
+
+
+class SubmittedSamplesDropped(Record, frozen=True, kw_only=True, tag=True):
+    """Groups of submitted samples were older than the bound of their source before they were admitted. They have no
+    samples."""
+
+    keys: tuple[str, ...] = ()
+
+
 Fact = (
     RunCreated
     | GroupReserved
@@ -497,4 +532,6 @@ Fact = (
     | TasksSubmitted
     | SamplesReplayed
     | ArchiveSealed
+    | SamplesSubmitted
+    | SubmittedSamplesDropped
 )

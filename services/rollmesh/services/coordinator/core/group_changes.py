@@ -40,7 +40,7 @@ def add_episodes(state: State, group: GroupState, num: int) -> None:
         group.episodes[episode.episode] = episode
         state.pending_of(group.purpose).append((group.group, episode.episode))
     group.num_unfinished += num
-    state.counters_of(group.purpose).reserve(num)
+    state.counters_of(group).reserve(num)
 
 
 def finish(state: State, group: GroupState, episode: EpisodeState, status: EpisodeStatus) -> None:
@@ -66,15 +66,12 @@ def settle(state: State, group: GroupState) -> None:
         return
     if group.phase is GroupPhase.OPEN:
         group.phase = GroupPhase.FINALIZING
+        group.given = ()
     if group.num_live == 0:
         del state.groups[group.group]
         used = any(sample.end in (SampleEnd.TRAINED, SampleEnd.EXPORTED) for sample in group.samples.values())
-        if (
-            group.lost
-            and not used
-            and group.purpose in (Purpose.TRAIN, Purpose.EXPORT)
-            and group.task.task_id in state.submitted
-        ):
+        drawn = group.purpose in (Purpose.TRAIN, Purpose.EXPORT) and not group.source
+        if group.lost and not used and drawn and group.task.task_id in state.submitted:
             open_task(state, group.task, 0, 0)
 
 
@@ -88,7 +85,7 @@ def open_task(state: State, task: Task, num_key_bytes: int, place: int) -> None:
 def end_episode(state: State, group: GroupState, episode: EpisodeState, end: SampleEnd, reason: str) -> None:
     finish(state, group, episode, EpisodeStatus.ENDED)
     group.lost |= reason in (RUN_ENDED, VOID_VERSION)
-    state.counters_of(group.purpose).end(end, reason)
+    state.counters_of(group).end(end, reason)
 
 
 def end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:
@@ -102,7 +99,7 @@ def end_sample(state: State, group: GroupState, sample: SampleState, end: Sample
     sample.end = end
     sample.reason = reason
     group.lost |= reason in (RUN_ENDED, VOID_VERSION)
-    state.counters_of(group.purpose_of(sample)).end(end, reason)
+    state.counters_of(group, sample).end(end, reason)
 
 
 def open_eval(state: State, fact: f.GroupReserved) -> None:

@@ -18,9 +18,12 @@ from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
     GroupDecision,
     PayloadRef,
+    Provenance,
     Purpose,
     SampleMeta,
     SampleRewards,
+    SegmentSource,
+    SubmittedGroup,
     Task,
     TrainedGroup,
 )
@@ -32,6 +35,7 @@ from rollmesh.services.coordinator.core.messages import (
     PublishVersionResponse,
     ReplayDeadResponse,
     ReportEpisodesResponse,
+    SubmitSamplesResponse,
     SubmitTasksResponse,
 )
 from rollmesh.services.coordinator.core.records import Request, TrainerRequest
@@ -57,6 +61,9 @@ class EpisodeLease:
     seed: int
     index: int
     submitted: bool = False
+    given: bytes = b""
+    """The submitted episode that it replays, encoded; empty for a rollout."""
+    given_source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +240,27 @@ class SubmitTasks(Request[SubmitTasksResponse], frozen=True, kw_only=True):
     answer_keys: tuple[AnswerKey, ...]
     finish: bool
     limits: SubmissionLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleLimits:
+    """Limits of the submitted samples of a run."""
+
+    groups_max: int
+    waiting_max: int
+    waiting_bytes_max: int
+    ledger_bytes_left: int = 2**62
+    """As in `SubmissionLimits`."""
+
+
+class SubmitSamples(Request[SubmitSamplesResponse], frozen=True, kw_only=True):
+    submission: str
+    """As in `SamplesSubmitted`."""
+    source: SegmentSource
+    groups: tuple[SubmittedGroup, ...]
+    answer_keys: tuple[AnswerKey, ...] = ()
+    provenance: Provenance = Provenance()
+    limits: SampleLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

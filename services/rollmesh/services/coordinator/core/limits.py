@@ -60,7 +60,7 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
     state, ephemeral = ctx.state, ctx.ephemeral
     if state.ended or state.stopping or ctx.spec.exports or not (ephemeral.exhausted or state.submissions_done):
         return
-    if state.pending or state.replays:
+    if state.pending or state.replays or state.foreign_waiting:
         return
     in_flight = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.LEASED, GroupPhase.IN_DOUBT)
     if not in_flight and (unserved or not state.training_groups(GroupPhase.READY)):

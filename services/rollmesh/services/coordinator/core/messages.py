@@ -155,6 +155,39 @@ class SubmitTasksResponse(Record, frozen=True, kw_only=True, omit_defaults=True)
     submitted: SubmittedTasks = SubmittedTasks()
 
 
+class SampleCounts(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Number of samples by state. reserved = live + all ends."""
+
+    reserved: int = 0
+    live: int = 0
+    trained: int = 0
+    stale: int = 0
+    filtered: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    exported: int = 0
+    reasons: dict[str, int] = msgspec.field(default_factory=dict)
+
+
+class SubmittedSamples(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The account of one source of submitted samples. Its samples are not in RunState.samples."""
+
+    source: str = ""
+    groups: int = 0
+    waiting: int = 0
+    dropped: int = 0
+    samples: SampleCounts = SampleCounts()
+    trained_by_age: dict[int, int] = msgspec.field(default_factory=dict)
+    tokens_trained: int = 0
+
+
+class SubmitSamplesResponse(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The episodes are stored."""
+
+    num_added: int = 0
+    submitted: SubmittedSamples = SubmittedSamples()
+
+
 class CreateRun(Request[CreateRunResponse], frozen=True, kw_only=True):
     """A request to create a run."""
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Annotated, Generic, TypeVar
+from math import floor
+from typing import Annotated, Generic, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -53,7 +54,7 @@ class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
     beyond: BoundPolicy
 
 
-UNLIMITED = -1
+ANY_STALENESS = -1
 """Value of a bound that admits every staleness."""
 
 
@@ -88,7 +89,7 @@ class ReplaySettings(Settings):
 class ReplaySpec(ReplaySettings):
     """The replay log as the ledger records it. Its bound has no default."""
 
-    max_staleness: Annotated[int, Meta(ge=UNLIMITED, le=10**9)]
+    max_staleness: Annotated[int, Meta(ge=ANY_STALENESS, le=10**9)]
     """Largest number of updates between the oldest trained token of a replayed sample and its update. -1: unlimited."""
 
     def check_fields(self) -> None:
@@ -103,7 +104,7 @@ class ReplaySpec(ReplaySettings):
     @property
     def bound(self) -> Bound:
         """The bound of replayed samples. No token of them is masked."""
-        most = 10**9 if self.max_staleness == UNLIMITED else self.max_staleness
+        most = 10**9 if self.max_staleness == ANY_STALENESS else self.max_staleness
         return Bound(max_staleness=most, beyond=BoundPolicy.DROP)
 
 
@@ -114,6 +115,33 @@ SpecName = Annotated[str, Meta(max_length=64)]
 _Count = Annotated[int, Meta(ge=0, le=10**9)]
 _Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
 _Duration = Annotated[float, Meta(ge=0.01, le=604_800)]
+
+
+UNLIMITED: Literal["unlimited"] = "unlimited"
+"""A bound that is written and does not exist."""
+SubmittedSource = Literal["dataset", "rewritten", "peer", "human"]
+"""A source of samples that clients may submit."""
+
+
+class ForeignSource(Settings):
+    """The bound and the share of the samples of one source that clients submit (SubmitSamples)."""
+
+    source: SubmittedSource
+    """The source. It must also be in `external_sources`."""
+    max_age: NonNegativeInt | Literal["unlimited"]
+    """Largest number of updates from the submission of a sample to its update, or `unlimited`. It has no default, so
+    that no source is without a written bound."""
+    share: Annotated[float, Meta(gt=0, le=1)]
+    """Largest share of the groups of a batch. The shares of all sources sum to at most 1."""
+    keep_equal: bool = False
+    """Whether groups with several samples whose rewards are all equal are kept. By default they end as
+    filtered(ZERO_VARIANCE)."""
+
+    def check_fields(self) -> None:
+        if self.source not in get_args(SubmittedSource):
+            raise SettingError("source", f"must be one of {', '.join(get_args(SubmittedSource))}, got {self.source!r}")
+        if self.max_age != UNLIMITED and not (isinstance(self.max_age, int) and self.max_age >= 0):
+            raise SettingError("max_age", f"must be a whole number >= 0 or unlimited, got {self.max_age!r}")
 
 
 class RunSettings(Settings):
@@ -137,6 +165,9 @@ class RunSettings(Settings):
     """Sources other than the policy whose tokens the run trains, such as `dataset` for given solutions. The staleness
     bound does not concern them (docs/staleness.md). Without the source here, an attempt that trains such tokens is
     rejected at its report."""
+    foreign: Annotated[tuple[ForeignSource, ...], LIVE] = ()
+    """Sources of finished samples that clients may submit (SubmitSamples, docs/trainers.md), each with its bound. They
+    have their own counters, and a batch has at most their share of them."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
     group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16
@@ -233,12 +264,30 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must be 0 without evaluations, got {self.success_target} with eval_every = {self.eval_every}, "
                 f"eval_tasks = {self.eval_tasks}; set both above 0",
             )
+        self._check_foreign()
         if self.publish_every > self.max_staleness + 1:
             raise SettingError(
                 "publish_every",
                 f"must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
                 "sample could be within the bound; raise max_staleness or lower publish_every",
             )
+
+    def _check_foreign(self) -> None:
+        names = [one.source for one in self.foreign]
+        for index, one in enumerate(self.foreign):
+            field = f"foreign[{index}]"
+            if self.exports:
+                raise SettingError(field, "must not exist in a run that exports its samples; remove it")
+            if names.count(one.source) > 1:
+                raise SettingError(f"{field}.source", f"must be different in each entry, got {one.source} twice")
+            if one.source not in self.external_sources:
+                what = f"must be in external_sources ({', '.join(self.external_sources) or 'none'}), got {one.source}"
+                raise SettingError(f"{field}.source", f"{what}; add it there, because its tokens are trained")
+            if floor(one.share * self.batch_groups + 1e-9) < 1:
+                least = 1 / self.batch_groups
+                raise SettingError(f"{field}.share", f"must be >= 1 / batch_groups = {least:g}, got {one.share:g}")
+        if (total := sum(one.share for one in self.foreign)) > 1 + 1e-9:
+            raise SettingError("foreign", f"must have shares that sum to at most 1, got {total:g}; lower a share")
 
     def _check_replay(self) -> None:
         if self.replay is None:

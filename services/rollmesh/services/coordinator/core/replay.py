@@ -43,7 +43,7 @@ def fresh_amount(ctx: DecisionContext, amount: int) -> int:
 def drop_vanished(ctx: DecisionContext, group: GroupState) -> bool:
     """End a READY group without an advantage if the log replaces such groups. Return whether it ended."""
     spec = ctx.spec.replay
-    if spec is None or not spec.made.replaces:
+    if spec is None or not spec.made.replaces or group.source:
         return False
     if spread(members_of(group, ctx.spec.success_reward)) > 0:
         return False
@@ -105,7 +105,8 @@ def adjust(ctx: DecisionContext, update: int, fresh: list[GroupState]) -> list[G
 
 def _defer(ctx: DecisionContext, priority: Compensation, fresh: list[GroupState]) -> None:
     """Defer all but the first samples of the groups. A group that has deferred some keeps the others."""
-    new = [g for g in fresh if not any(s.reason == DEFERRED for s in g.samples.values())]
+    rollouts = [group for group in fresh if not group.source]
+    new = [g for g in rollouts if not any(s.reason == DEFERRED for s in g.samples.values())]
     live = {s.sample_id for g in new for s in g.live_samples()}
     members = [m for g in new for m in members_of(g, ctx.spec.success_reward) if m.sample_id in live]
     first = priority.first(members)
@@ -123,7 +124,7 @@ def _add_successes(ctx: DecisionContext, update: int, priority: SuccessPerTask, 
     stored = {entry.group.task.task_id: entry for entry in ctx.state.replay.entries.values()}
     for group in fresh:
         entry = stored.get(group.task.task_id)
-        if entry is None or left <= 0 or any(s.origin is not None for s in group.samples.values()):
+        if entry is None or left <= 0 or group.source or any(s.origin is not None for s in group.samples.values()):
             continue
         if any(m.reward >= priority.success_min for m in members_of(group, ctx.spec.success_reward)):
             continue

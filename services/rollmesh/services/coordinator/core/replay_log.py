@@ -55,7 +55,7 @@ def spread(members: Collection[Member]) -> float:
 def keep_trained(state: State, group: GroupState, used: Collection[str]) -> None:
     """Keep what the priority wants of a group whose samples `used` are about to end as TRAINED."""
     spec = state.the_spec.replay
-    if spec is None or group.purpose is not Purpose.TRAIN:
+    if spec is None or group.purpose is not Purpose.TRAIN or group.source:
         return
     members = members_of(group, state.the_spec.success_reward, used)
     advantage = group.mean_abs_advantage if group.mean_abs_advantage >= 0 else spread(members)
@@ -103,6 +103,8 @@ def note_decided(state: State, fact: f.GroupFinalized) -> None:
     if spec is None or not isinstance(priority := spec.made, SuccessPerTask) or fact.decision is GroupDecision.EXTEND:
         return
     group, failed = state.groups[fact.group], state.replay.failed_groups
+    if group.source:
+        return
     found = failed.pop(group.task.task_id, 0)
     if not any(m.reward >= priority.success_min for m in members_of(group, state.the_spec.success_reward)):
         failed[group.task.task_id] = found + 1

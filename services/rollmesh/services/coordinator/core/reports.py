@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core import bound, rollouts
+from rollmesh.services.coordinator.core import bound, foreign_samples, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -61,6 +61,8 @@ def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeRepor
                     f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} "
                     "were published"
                 )
+        if what := foreign_samples.why_invalid(group, sample):
+            return f"sample {sample.sample_id}: {what}"
         if sample.trainable and group.purpose is Purpose.TRAIN and (what := _why_not_admitted(ctx, sample)):
             return f"sample {sample.sample_id}: {what}"
     return ""
@@ -103,7 +105,7 @@ def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, re
         ctx.emit(
             f.EpisodeScored(group=group.group, episode=episode.episode, payload=report.payload, samples=report.samples)
         )
-        if group.purpose is Purpose.TRAIN:
+        if group.purpose is Purpose.TRAIN and not group.source:
             ctx.ephemeral.recent.append(_scored(report))
         if group.purpose is Purpose.EXPORT:
             ids = tuple(sample.sample_id for sample in report.samples)

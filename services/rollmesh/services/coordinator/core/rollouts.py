@@ -8,7 +8,7 @@ from math import ceil
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, demand, submissions
+from rollmesh.services.coordinator.core import bound, demand, foreign_samples, submissions
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -28,6 +28,7 @@ from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
     State,
+    WaitingSamples,
     task_bytes,
 )
 
@@ -67,7 +68,8 @@ def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, .
     leases: list[i.EpisodeLease] = []
     num_bytes = 0
     while len(leases) < worker.request.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
-        num_bytes += len(msgspec.json.encode(ctx.state.groups[pending[0][0]].task))
+        group = ctx.state.groups[pending[0][0]]
+        num_bytes += len(msgspec.json.encode(group.task)) + len(_given(group, pending[0][1]))
         if leases and num_bytes > LEASES_BYTES_MAX:
             break
         leases.append(_lease(ctx, worker.request.node_id))
@@ -96,8 +98,15 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
         lease_s=ctx.spec.episode_lease_s,
         seed=episode_seed(ctx.spec.seed, group, episode_id),
         index=episode_index(episode_id),
-        submitted=ctx.spec.submitted_tasks and group.purpose is not Purpose.EVAL,
+        submitted=bool(group.source) or (ctx.spec.submitted_tasks and group.purpose is not Purpose.EVAL),
+        given=_given(group, episode_id),
+        given_source=group.source,
     )
+
+
+def _given(group: GroupState, episode_id: str) -> bytes:
+    """Return the submitted episode that an episode replays; empty for a rollout."""
+    return group.given[episode_index(episode_id)] if group.given else b""
 
 
 def episode_seed(seed: int, group: GroupState, episode_id: str) -> int:
@@ -157,6 +166,8 @@ def request_tasks(ctx: DecisionContext) -> None:
     for replay in list(ctx.state.replays):
         if _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
             _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
+    ctx.ephemeral.draw_at = None
+    _reserve_samples(ctx)
     if ctx.spec.submitted_tasks:
         _reserve_submitted(ctx, purpose)
         return
@@ -171,7 +182,6 @@ def request_tasks(ctx: DecisionContext) -> None:
 
 def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
     """Reserve a group per submitted task, as many as fit into a record. A tick continues."""
-    ctx.ephemeral.draw_at = None
     num_bytes = 0
     while ctx.state.submitted_open and _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
         task = ctx.state.submitted_open[0].task
@@ -180,6 +190,19 @@ def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
             ctx.ephemeral.draw_at = ctx.now
             return
         _reserve(ctx, purpose, task, ctx.state.next_draw)
+
+
+def _reserve_samples(ctx: DecisionContext) -> None:
+    """Reserve groups of submitted samples, as many as fit into a record. A tick continues."""
+    num_bytes = 0
+    for waiting in foreign_samples.admissible(ctx):
+        if _num_lacking(ctx) <= 0 or num_wanted(ctx) <= 0:
+            return
+        num_bytes += task_bytes(waiting.group.task)
+        if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > task_bytes(waiting.group.task):
+            ctx.ephemeral.draw_at = ctx.now
+            return
+        _reserve(ctx, Purpose.TRAIN, waiting.group.task, 0, samples=waiting)
 
 
 def _num_lacking(ctx: DecisionContext) -> int:
@@ -200,7 +223,14 @@ def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
         _reserve(ctx, answer.purpose, task, draw)
 
 
-def _reserve(ctx: DecisionContext, purpose: Purpose, task: Task, draw: int, dead_id: int = 0) -> None:
+def _reserve(
+    ctx: DecisionContext,
+    purpose: Purpose,
+    task: Task,
+    draw: int,
+    dead_id: int = 0,
+    samples: WaitingSamples | None = None,
+) -> None:
     ctx.emit(
         f.GroupReserved(
             group=f"g{ctx.state.num_groups}",
@@ -208,11 +238,12 @@ def _reserve(ctx: DecisionContext, purpose: Purpose, task: Task, draw: int, dead
             policy=ctx.clock.policy,
             task=task,
             draw=draw,
-            num_episodes=ctx.spec.group_size,
+            num_episodes=ctx.spec.group_size if samples is None else len(samples.group.episodes),
             update_intended=0 if ctx.spec.exports else bound.next_intended_update(ctx.state),
             step_min=0 if ctx.spec.exports else bound.step_min(ctx.state),
             incarnation_min=ctx.clock.incarnation,
             dead_id=dead_id,
+            submitted_key=samples.group.key if samples is not None else "",
         )
     )
 
@@ -303,7 +334,10 @@ def return_episode(
             )
         )
         draw, tries = group.draw, ctx.spec.tries_max
-        ctx.effect(DeadLetter(episode.episode, cause, group.task, group.group, group.purpose, draw, tries, traceback))
+        key = group.submitted_key
+        ctx.effect(
+            DeadLetter(episode.episode, cause, group.task, group.group, group.purpose, draw, tries, traceback, key)
+        )
     else:
         ctx.emit(f.EpisodeReturned(group=group.group, episode=episode.episode, counts=counts, cause=cause))
 
@@ -435,6 +469,8 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
         return
     decision = GroupDecision.KEEP if answer.decision is GroupDecision.EXTEND and not extend else answer.decision
     reason = answer.reason
+    if decision is GroupDecision.KEEP and foreign_samples.is_without_signal(ctx, group, adjusted):
+        decision, reason = GroupDecision.FILTER, foreign_samples.ZERO_VARIANCE
     if not extend and (drops := _drops(group, answer.dropped)):
         if sum(map(len, drops.values())) == group.num_live:  # the filter ends those of the most frequent reason
             decision, reason = GroupDecision.FILTER, max(drops, key=lambda name: len(drops[name]))
@@ -490,8 +526,9 @@ def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
     ctx.ephemeral.note_failure(answer.cause, answer.traceback, num_undecided=len(live))
     ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FAILED, reason="NOT_FINALIZED"))
     episode = next(iter(group.episodes))
+    draw, key = group.draw, group.submitted_key
     ctx.effect(
-        DeadLetter(episode, answer.cause, group.task, group.group, group.purpose, group.draw, 1, answer.traceback)
+        DeadLetter(episode, answer.cause, group.task, group.group, group.purpose, draw, 1, answer.traceback, key)
     )
 
 
@@ -500,7 +537,9 @@ def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
 
 
 def num_extend_max(state: State, group: GroupState) -> int:
-    """Return the number of further episodes that a group may get before its deadline."""
+    """Return the number of further episodes that a group may get before its deadline; 0 for submitted samples."""
+    if group.source:
+        return 0
     return max(EXTEND_FACTOR_MAX * state.the_spec.group_size - len(group.episodes), 0)
 
 

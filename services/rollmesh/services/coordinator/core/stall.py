@@ -24,7 +24,9 @@ def waits_for_tasks(ctx: DecisionContext) -> bool:
     """Return whether a run only waits for further tasks of clients: workers could begin, no episode is in progress, no
     batch is held, and the READY groups are too few for one."""
     state = ctx.state
-    if not ctx.spec.submitted_tasks or state.submitted_finished or state.submitted_open or state.replays:
+    if not ctx.spec.submitted_tasks or state.submitted_finished:
+        return False
+    if state.submitted_open or state.foreign_waiting or state.replays:
         return False
     if ctx.clock.published is None or rollouts.why_rejected(ctx):
         return False

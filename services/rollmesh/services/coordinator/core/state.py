@@ -21,8 +21,16 @@ from enum import IntEnum
 
 import msgspec
 
-from rollmesh.services.coordinator.core.facts import AnswerKey, PayloadRef, Purpose, SampleEnd, SampleMeta, Task
-from rollmesh.services.coordinator.core.records import Bound, RunSpec
+from rollmesh.services.coordinator.core.facts import (
+    AnswerKey,
+    PayloadRef,
+    Purpose,
+    SampleEnd,
+    SampleMeta,
+    SubmittedGroup,
+    Task,
+)
+from rollmesh.services.coordinator.core.records import Bound, ForeignSource, RunSpec
 from rollmesh.shared.domain.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
@@ -125,6 +133,14 @@ class GroupState(msgspec.Struct, kw_only=True):
     """As the trainer measured it in the update of the group; -1: it did not."""
     lost: bool = False
     """Whether the end of the run or a roll-back ended one of its episodes or samples."""
+    submitted_key: str = ""
+    """Key of the submitted samples that it replays; empty for a rollout."""
+    source: str = ""
+    """Their source, in lower case."""
+    submitted_step: int = 0
+    """Applied step when they were submitted."""
+    given: tuple[bytes, ...] = ()
+    """Their episodes, encoded, while one of them is unfinished."""
 
     @property
     def unfinished(self) -> bool:
@@ -132,15 +148,6 @@ class GroupState(msgspec.Struct, kw_only=True):
 
     def live_samples(self) -> Iterator[SampleState]:
         return (s for s in self.samples.values() if s.end is SampleEnd.LIVE)
-
-    def num_live_of(self, purposes: Collection[Purpose]) -> int:
-        """Return the part of `num_live` in the accounts of these purposes."""
-        reserved = self.num_unfinished if self.purpose in purposes else 0
-        return reserved + sum(self.purpose_of(sample) in purposes for sample in self.live_samples())
-
-    def purpose_of(self, sample: SampleState) -> Purpose:
-        """Return the account of a sample of the group."""
-        return Purpose.REPLAY if sample.origin is not None else self.purpose
 
     @property
     def num_live(self) -> int:
@@ -158,6 +165,8 @@ class BatchState(msgspec.Struct, kw_only=True):
     sample_ids: tuple[str, ...]
     bound: Bound
     """The bound under which it was leased and is committed."""
+    foreign: tuple[ForeignSource, ...] = ()
+    """The bounds of submitted samples under which it was leased and is committed."""
     in_doubt: bool = False
 
 
@@ -170,9 +179,11 @@ class UpdateRecord(msgspec.Struct, kw_only=True):
     dropped: str = ""
     """`names_digest` of the dropped samples; empty for a skipped update, which drops all."""
     num_trained: int = 0
-    """Number of its samples that have ended TRAINED."""
+    """Number of its samples that have ended TRAINED, without replayed and submitted ones."""
     num_replayed: int = 0
-    """Number of its replayed samples that have."""
+    """The same of replayed samples."""
+    foreign_trained: dict[str, int] = {}
+    """The same of submitted samples, by source."""
     applied: bool = True
 
 
@@ -348,6 +359,41 @@ class OpenTask(msgspec.Struct, kw_only=True, frozen=True):
     """`task_bytes`, and the size of its answer key when it was submitted."""
 
 
+def samples_digest(group: SubmittedGroup, source: str, key: AnswerKey | None) -> str:
+    """Return a digest of the content of submitted samples."""
+    content = msgspec.msgpack.encode([submitted_digest(group.task, key), source, group.episodes])
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def samples_bytes(group: SubmittedGroup) -> int:
+    """Return the size of submitted samples in the state, bytes, rounded."""
+    return task_bytes(group.task) + sum(map(len, group.episodes))
+
+
+class WaitingSamples(msgspec.Struct, kw_only=True, frozen=True):
+    """A group of submitted samples that waits for admission."""
+
+    group: SubmittedGroup
+    source: str
+    step: int
+    """Applied step when it was submitted."""
+    num_bytes: int
+    """`samples_bytes`."""
+
+
+class SourceAccount(msgspec.Struct, kw_only=True):
+    """The account of a source of submitted samples."""
+
+    groups: int = 0
+    """Number of accepted groups."""
+    dropped: int = 0
+    """Number of groups that became too old before admission."""
+    counters: SampleCounters = msgspec.field(default_factory=SampleCounters)
+    """The samples of its admitted groups."""
+    trained_by_age: dict[int, int] = {}
+    tokens_trained: int = 0
+
+
 class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Everything durable about one run. A snapshot with a field that this version does not have is rejected."""
 
@@ -390,6 +436,14 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sum of their sizes."""
     submitted_finished: bool = False
     """Whether no further tasks follow."""
+    foreign: dict[str, SourceAccount] = {}
+    """The accounts of the sources of submitted samples, by source."""
+    foreign_keys: dict[str, str] = {}
+    """`samples_digest` of every group of submitted samples, by its key."""
+    foreign_waiting: dict[str, WaitingSamples] = {}
+    """Groups of submitted samples that wait for admission, by key, in order of submission."""
+    foreign_waiting_bytes: int = 0
+    """Sum of their sizes."""
     seconds: float = 0.0
     """Counted seconds for which coordinators led the run."""
     last_change: str = ""
@@ -412,16 +466,29 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def submissions_done(self) -> bool:
-        """Whether clients submit the tasks of the run, none follows, and none waits."""
-        return self.the_spec.submitted_tasks and self.submitted_finished and not self.submitted_open
+        """Whether clients submit the tasks of the run, none follows, and none waits, nor do submitted samples."""
+        waits = self.submitted_open or self.foreign_waiting
+        return self.the_spec.submitted_tasks and self.submitted_finished and not waits
 
     def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
         return self.pending_eval if purpose is Purpose.EVAL else self.pending
 
-    def counters_of(self, purpose: Purpose) -> SampleCounters:
-        if purpose is Purpose.REPLAY:
+    def counters_of(self, group: GroupState, sample: SampleState | None = None) -> SampleCounters:
+        """Return the counters of a sample of a group, or of its reservations: those of evaluations, of replay, of its
+        source, or of training."""
+        if group.purpose is Purpose.REPLAY or (sample is not None and sample.origin is not None):
             return self.replay.counters
-        return self.eval_counters if purpose is Purpose.EVAL else self.counters
+        if group.purpose is Purpose.EVAL:
+            return self.eval_counters
+        return self.foreign[group.source].counters if group.source else self.counters
+
+    def num_live_in(self, counters: SampleCounters) -> int:
+        """Count the live samples with these counters, and the reserved ones, in the groups."""
+        return sum(
+            (group.num_unfinished if self.counters_of(group) is counters else 0)
+            + sum(self.counters_of(group, sample) is counters for sample in group.live_samples())
+            for group in self.groups.values()
+        )
 
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
         """Return training groups in one of `phases`, in order of admission."""

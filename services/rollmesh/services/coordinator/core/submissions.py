@@ -43,7 +43,9 @@ def submit(ctx: DecisionContext, request: i.SubmitTasks) -> None:
         _check_quota(state, new, with_key, request)
     finish = request.finish and not state.submitted_finished and not state.ended
     if new or finish:
-        tasks = tuple(_with_ref(task, spec.run, request.submission) if task.task_id in keys else task for task in new)
+        tasks = tuple(
+            with_reference(task, spec.run, request.submission) if task.task_id in keys else task for task in new
+        )
         ctx.emit(
             f.TasksSubmitted(submission=request.submission, tasks=tasks, answer_keys=tuple(with_key), finish=finish)
         )
@@ -135,5 +137,6 @@ def _check_quota(state: State, new: list[Task], keys: list[AnswerKey], request: 
         )
 
 
-def _with_ref(task: Task, run: str, submission: str) -> Task:
+def with_reference(task: Task, run: str, submission: str) -> Task:
+    """Return a task whose oracle reference names its answer key in this submission."""
     return replace(task, oracle_ref=f"{SUBMITTED_SCHEME}:{run}/{submission}/{task.task_id}")

@@ -1,0 +1,237 @@
+"""Decide on finished samples of other sources that clients submit (SubmitSamples): rollouts of peers, given solutions.
+
+A group of them waits in the state until admission has room, and is then one group of the run whose episodes a worker
+replays. So scores, payloads, retries and leases are those of every group. What differs is here:
+
+    age at update k = (k - 1) - applied step at the submission <= max_age of the source
+    groups of a source that no batch has yet <= floor(share * batch_groups), so that rollouts always have room
+    groups of a source in a batch <= share * its amount
+
+The counters of their samples are those of the source, see `State.foreign`. A key of a group is used once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import floor
+
+from msgspec.structs import replace
+
+from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import inputs as i
+from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.decision_context import DecisionContext
+from rollmesh.services.coordinator.core.facts import AnswerKey, Reward, SampleEnd, SubmittedGroup
+from rollmesh.services.coordinator.core.records import UNLIMITED, ForeignSource
+from rollmesh.services.coordinator.core.state import (
+    GroupPhase,
+    GroupState,
+    SourceAccount,
+    State,
+    WaitingSamples,
+    key_bytes,
+    samples_bytes,
+    samples_digest,
+)
+from rollmesh.services.coordinator.core.submissions import with_reference
+from rollmesh.shared.errors import RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
+
+BEYOND_AGE = "BEYOND_AGE"
+"""Reason of samples that are older than the bound of their source."""
+ZERO_VARIANCE = "ZERO_VARIANCE"
+NOT_ACCEPTED = "NOT_ACCEPTED"
+"""Reason of samples whose source the run does not accept any more."""
+RETRY_AFTER_S = 1.0
+_ROUNDING = 1e-9
+
+
+def submit(ctx: DecisionContext, request: i.SubmitSamples) -> None:
+    """Add the groups that are new. A rejected request adds none."""
+    state, source = ctx.state, request.source.name.lower()
+    if bound_of(ctx.spec.foreign, source) is None:
+        accepted = ", ".join(one.source for one in ctx.spec.foreign) or "none"
+        raise SamplesNotAccepted(
+            f"run {ctx.spec.run} accepts no submitted samples of source {source}, because `run.foreign` has no bound "
+            f"for it (accepted: {accepted}); add an entry with `source: {source}`, its `max_age`, which may be "
+            f"unlimited, and its `share`, and add {source} to `run.external_sources`",
+            source=source,
+        )
+    keys = {key.task_id: key for key in request.answer_keys}
+    new = [group for group in request.groups if not _is_known(state, group, source, keys.get(group.task.task_id))]
+    if new:
+        _check_open(ctx)
+        tasks = {group.task.task_id for group in new}
+        with_key = tuple(key for key in request.answer_keys if key.task_id in tasks)
+        _check_quota(state, new, with_key, request.limits)
+        ctx.emit(
+            f.SamplesSubmitted(
+                submission=request.submission,
+                source=request.source,
+                groups=tuple(_referring(group, ctx.spec.run, request.submission, keys) for group in new),
+                answer_keys=with_key,
+                provenance=request.provenance,
+            )
+        )
+    ctx.reply(request, m.SubmitSamplesResponse(num_added=len(new), submitted=account(state, source)))
+
+
+def account(state: State, source: str) -> m.SubmittedSamples:
+    """Return the account of a source."""
+    found = state.foreign.get(source) or SourceAccount()
+    counters = found.counters
+    ends = {end.name.lower(): counters.ends.get(end, 0) for end in SampleEnd if end is not SampleEnd.LIVE}
+    return m.SubmittedSamples(
+        source=source,
+        groups=found.groups,
+        waiting=sum(waiting.source == source for waiting in state.foreign_waiting.values()),
+        dropped=found.dropped,
+        samples=m.SampleCounts(reserved=counters.reserved, live=counters.live, reasons=counters.reasons, **ends),
+        trained_by_age=found.trained_by_age,
+        tokens_trained=found.tokens_trained,
+    )
+
+
+def accounts(state: State) -> list[m.SubmittedSamples]:
+    """Return the accounts of all sources that the run accepts or has accepted."""
+    names = dict.fromkeys([*(one.source for one in state.the_spec.foreign), *state.foreign])
+    return [account(state, name) for name in names]
+
+
+def admissible(ctx: DecisionContext) -> Iterator[WaitingSamples]:
+    """Yield groups that may be admitted now, in order of submission. The caller reserves each before the next one.
+    Groups that are too old for the next update are dropped first."""
+    state = ctx.state
+    old = [w.group.key for w in state.foreign_waiting.values() if why_refused(ctx, w.source, w.step)]
+    if old and not (state.ended or state.stopping):
+        ctx.emit(f.SubmittedSamplesDropped(keys=tuple(old)))
+    for waiting in list(state.foreign_waiting.values()):
+        if _num_unleased(state, waiting.source) < groups_max(ctx, waiting.source):
+            yield waiting
+
+
+def groups_max(ctx: DecisionContext, source: str) -> int:
+    """Return how many groups of a source may be ahead of their batch."""
+    found = bound_of(ctx.spec.foreign, source)
+    return floor(found.share * ctx.spec.batch_groups + _ROUNDING) if found is not None else 0
+
+
+def _num_unleased(state: State, source: str) -> int:
+    ahead = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+    return sum(group.source == source for group in ahead)
+
+
+def bound_of(sources: tuple[ForeignSource, ...], source: str) -> ForeignSource | None:
+    """Return the entry of a source, or None."""
+    return next((one for one in sources if one.source == source), None)
+
+
+def age(submitted_step: int, update: int) -> int:
+    """Return the age at `update` of what was submitted at this applied step; 0 after a roll-back below it."""
+    return max(0, update - 1 - submitted_step)
+
+
+def why_beyond(sources: tuple[ForeignSource, ...], source: str, submitted_step: int, update: int) -> str:
+    """Return why samples of `source` must not be trained at `update`; empty if they may, or for rollouts. This check is
+    the guarantee of the bounds of sources."""
+    if not source:
+        return ""
+    if (found := bound_of(sources, source)) is None:
+        return NOT_ACCEPTED
+    return BEYOND_AGE if found.max_age != UNLIMITED and age(submitted_step, update) > int(found.max_age) else ""
+
+
+def why_refused(ctx: DecisionContext, source: str, submitted_step: int) -> str:
+    """Return why such samples cannot be in the next batch or a later one; empty if they can."""
+    return why_beyond(ctx.spec.foreign, source, submitted_step, ctx.clock.applied + 1)
+
+
+class BatchShare:
+    """How much of a batch of `amount` its sources may still fill."""
+
+    def __init__(self, ctx: DecisionContext, amount: int) -> None:
+        self._left: dict[str, float] = {one.source: one.share * amount + _ROUNDING for one in ctx.spec.foreign}
+
+    def take(self, group: GroupState, size: int) -> bool:
+        """Return whether the batch may have a group of this size, and count it if so."""
+        if not group.source:
+            return True
+        if size > self._left.get(group.source, 0.0):
+            return False
+        self._left[group.source] -= size
+        return True
+
+
+def is_without_signal(ctx: DecisionContext, group: GroupState, adjusted: Mapping[str, tuple[Reward, ...]]) -> bool:
+    """Return whether a group of several submitted episodes is to be dropped because all of its rewards are equal.
+    `adjusted` are rewards that the finalizers changed, by sample."""
+    found = bound_of(ctx.spec.foreign, group.source)
+    if not group.source or len(group.episodes) < 2 or (found is not None and found.keep_equal):
+        return False
+    rewards = (adjusted.get(s.sample_id, s.meta.rewards) for s in group.samples.values())
+    return len({tuple(sorted((r.name, r.segment, r.outcome, r.value) for r in one)) for one in rewards}) <= 1
+
+
+def why_invalid(group: GroupState, sample: f.SampleMeta) -> str:
+    """Return what in the metadata of a replayed sample contradicts its source; empty if nothing does. A worker of an
+    older release runs an agent instead."""
+    if not group.source:
+        return ""
+    others = [span.source.name.lower() for span in sample.external if span.source.name.lower() != group.source]
+    if sample.steps or others:
+        got = others[0] if others else "policy"
+        return f"it replays submitted samples, so all trained tokens must be of source {group.source}, got {got}"
+    return ""
+
+
+def _is_known(state: State, group: SubmittedGroup, source: str, key: AnswerKey | None) -> bool:
+    """Return whether the group was submitted before. Raises SampleConflict if its content was another one."""
+    known = state.foreign_keys.get(group.key)
+    if known is None:
+        return False
+    if known != samples_digest(group, source, key):
+        raise SampleConflict(
+            f"samples with key `{group.key}` were submitted before with other content; send the same content, or "
+            "choose another `key.group`",
+            key=group.key,
+        )
+    return True
+
+
+def _check_open(ctx: DecisionContext) -> None:
+    state = ctx.state
+    if state.ended or state.stopping:
+        raise RunEnded(f"run {ctx.spec.run} has ended: {state.ended or state.stopping}; it takes no further samples")
+
+
+def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey, ...], limits: i.SampleLimits) -> None:
+    of_call = sum(map(samples_bytes, new)) + sum(map(key_bytes, keys))
+    if of_call > limits.ledger_bytes_left:
+        raise SampleQuota(
+            f"the ledger of run {state.the_spec.run} has room for {max(0, limits.ledger_bytes_left)} bytes of "
+            f"submitted samples, and this call has {of_call}; raise `coordinator.streams.ledger_bytes_max` and resume "
+            "the run",
+            ledger_bytes_left=limits.ledger_bytes_left,
+        )
+    if (num := len(state.foreign_keys) + len(new)) > limits.groups_max:
+        raise SampleQuota(
+            f"the run may get at most {limits.groups_max} groups of submitted samples "
+            f"(`coordinator.run.samples.groups_max`), and with this call it would have {num}; create another run, or "
+            "raise the limit",
+            groups_max=limits.groups_max,
+        )
+    waiting, num_bytes = len(state.foreign_waiting) + len(new), state.foreign_waiting_bytes + of_call
+    if waiting > limits.waiting_max or num_bytes > limits.waiting_bytes_max:
+        raise SampleQuota(
+            f"at most {limits.waiting_max} groups of submitted samples with {limits.waiting_bytes_max} bytes may wait "
+            f"for admission (`coordinator.run.samples.waiting_max`, `waiting_bytes_max`), and with this call {waiting} "
+            f"with {num_bytes} bytes would wait; submit them after others were admitted, or raise the limits",
+            retry_after_s=RETRY_AFTER_S,
+            waiting_max=limits.waiting_max,
+            waiting_bytes_max=limits.waiting_bytes_max,
+        )
+
+
+def _referring(group: SubmittedGroup, run: str, submission: str, keys: Mapping[str, AnswerKey]) -> SubmittedGroup:
+    if group.task.task_id not in keys:
+        return group
+    return replace(group, task=with_reference(group.task, run, submission))
