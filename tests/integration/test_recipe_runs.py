@@ -328,7 +328,8 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
 def command(recipe: str, folder: Path, out: Path) -> list[str]:
     """Return the command that trains with a recipe, records the batches and keeps a checkpoint of each update."""
     about, tree = read_recipe(find_recipe(recipe))
-    rewards = ["correct", *tree.get("reward", {}).get("weights", {})]
+    success = tree.get("run", {}).get("success_reward", "correct")
+    rewards = ["correct", success, *tree.get("reward", {}).get("weights", {})]
     scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
     settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
     settings += [f"run.max_staleness={tree.get('run', {}).get('max_staleness', ETA)}", f"run.updates_max={UPDATES}"]
