@@ -127,6 +127,8 @@ class Recorder:
         return self.inner.update(k, samples, groups)
 """
 """The torch trainer, which also writes what it trains on."""
+STEPS = [{"action": "1", "observation": "seen"}, {"action": "2"}]
+"""A trajectory of an expert."""
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
 IN_PROCESS = ["--in-process"]
 """Two processes of a run import torch and transformers for 8 s of processor time."""
@@ -208,7 +210,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "imitate.py").write_text(TERM)
     (made / "recorder.py").write_text(RECORDER)
     (made / "tasks.jsonl").write_text(
-        "".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(30))
+        "".join(
+            json.dumps({"question": f"{n}+{n}", "answer": str(2 * n), "worked": str(2 * n), "steps": STEPS}) + "\n"
+            for n in range(30)
+        )
     )
     (made / "run.yaml").write_text(CONFIG)
     return made
@@ -323,7 +328,8 @@ def test_a_users_recipe_brings_reward_data_and_rollout_settings(folder: Path, tm
 def command(recipe: str, folder: Path, out: Path) -> list[str]:
     """Return the command that trains with a recipe, records the batches and keeps a checkpoint of each update."""
     about, tree = read_recipe(find_recipe(recipe))
-    rewards = ["correct", *tree.get("reward", {}).get("weights", {})]
+    success = tree.get("run", {}).get("success_reward", "correct")
+    rewards = ["correct", success, *tree.get("reward", {}).get("weights", {})]
     scorers = [{"name": "scorer.py:Scorer", "reward": name} for name in dict.fromkeys(rewards)]
     settings = ["learner.engine=recorder.py:Recorder", "learner.checkpoint_every=1", f"processes.enabled={PROCESSES}"]
     settings += [f"run.max_staleness={tree.get('run', {}).get('max_staleness', ETA)}", f"run.updates_max={UPDATES}"]
@@ -331,7 +337,9 @@ def command(recipe: str, folder: Path, out: Path) -> list[str]:
     estimator = tree.get("learner", {}).get("estimator", "")
     if isinstance(estimator, dict) and estimator.get("options", {}).get("drop_truncated"):
         settings += ["rollout.agent=stopper.py:Agent"]
-    if about.given_solutions:
+    if tree.get("rollout", {}).get("agent") == "given_solution":
+        settings += ["rollout.agent=given_solution", "data.source.options.private_extras={solution: worked}"]
+    elif about.given_solutions:
         settings += ["rollout.agent=giver.py:Agent"]
     train = ["train", str(folder / "run.yaml"), f"recipe={recipe}", *settings, "--out", str(out), "--json"]
     return [sys.executable, "-m", "rollmesh.cli", *train]
@@ -394,6 +402,34 @@ def assert_repeated(restored: Restored, learner: Path) -> None:
         assert (once / name).read_bytes() == (again / name).read_bytes(), name
     for name in (OPTIMIZER_NAME, PLUGINS_NAME):
         assert equal(torch.load(once / name), torch.load(again / name)), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_run_on_stored_trajectories_trains_the_turns_of_the_model_alone(folder: Path, tmp_path: Path) -> None:
+    """The recipe `ui_s1` with its agent, scorers and permission: an untrained model departs nearly always, and each
+    departure is patched."""
+    agent = {"name": "expert_replay", "options": {"pattern": "(?P<action>[0-9])", "patches": -1}}
+    scorers = read_recipe(find_recipe("ui_s1"))[1]["reward"]["scorers"]
+    settings = [
+        "recipe=ui_s1",
+        f"rollout.agent={json.dumps(agent)}",
+        f"reward.scorers={json.dumps(scorers)}",
+        "rollout.sampling.max_tokens=4",
+        "data.source.options.private_extras={trajectory: steps}",
+        "reward.finalizers=[keep_all]",
+    ]
+    out = tmp_path / "run"
+    done = CliRunner().invoke(
+        app, ["train", str(folder / "run.yaml"), *settings, *IN_PROCESS, "--out", str(out), "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["updates"] == 3
+    last = read_metrics(next(out.rglob("metrics.jsonl")))[3].metrics
+    assert 0 <= (last["reward/progress"] or 0) <= 1
+    assert last["tokens/external_share"] == 0, "turns of the expert are not trained"
+    audit = CliRunner().invoke(app, ["audit", str(out), "--payloads", "--json"])
+    assert json.loads(audit.stdout)["holds"], audit.output
 
 
 @pytest.mark.slow
