@@ -2,12 +2,15 @@
 
 A reservation becomes the first sample of its episode, or ends with it. A sample ends once, and is not leased
 afterwards. Only TRAINED may change, when the update that used the sample is undone.
+
+The samples of a group are forgotten when all of them have ended, so that memory does not grow with the run. A later
+fact about one of them is a violation in either case. Of a trained update the numbers of samples remain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rollmesh.services.coordinator.core import facts as f
@@ -17,16 +20,27 @@ from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Sam
 class Conservation:
     """Ends of all reservations and samples of a run. `complain` receives violations."""
 
-    def __init__(self, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        complain: Callable[[str], None],
+        forget: Callable[[str, Collection[str]], None] = lambda group, samples: None,
+    ) -> None:
+        """`forget` is called with a group whose samples have all ended, and with these."""
         self._complain = complain
+        self._forget = forget
         self._purpose: dict[str, Purpose] = {}
         self._members: dict[str, list[str]] = {}
         self._places: Counter[str] = Counter()
         """Number of reservations per group that are neither samples nor ended yet."""
         self._end: dict[str, SampleEnd] = {}
-        """End of every sample; LIVE if it has not ended."""
+        """End of every sample of a group that has live ones; LIVE if it has not ended."""
         self._group: dict[str, str] = {}
+        self._num_live: Counter[str] = Counter()
+        """Number of live samples by group."""
         self._applied: dict[int, list[str]] = {}
+        """Samples of the updates that are in no checkpoint."""
+        self._trained: dict[int, Counter[Purpose]] = {}
+        """Number of samples of the updates that are in a checkpoint."""
         self._reserved: Counter[Purpose] = Counter()
         self._ends: Counter[tuple[Purpose, SampleEnd]] = Counter()
 
@@ -70,9 +84,21 @@ class Conservation:
         if self._places[group] < 0:
             self._complain(f"episode {episode} ended without a reservation in group {group}")
 
+    def _close(self, group: str) -> None:
+        """Forget a group without reservations and live samples."""
+        if self._places[group] or self._num_live[group]:
+            return
+        del self._places[group], self._num_live[group]
+        members = self._members.pop(group, [])
+        for sample in members:
+            self._end.pop(sample, None)
+            self._group.pop(sample, None)
+        self._forget(group, members)
+
     def _episode_ended(self, fact: f.EpisodeEnded) -> None:
         self._take_place(fact.group, fact.episode)
         self._ends[self._purpose[fact.group], fact.end] += 1
+        self._close(fact.group)
 
     def _episode_scored(self, fact: f.EpisodeScored) -> None:
         self._take_place(fact.group, fact.episode)
@@ -82,23 +108,29 @@ class Conservation:
                 self._complain(f"sample {sample.sample_id} is reported twice")
             self._end[sample.sample_id] = SampleEnd.LIVE
             self._group[sample.sample_id] = fact.group
-            self._members[fact.group].append(sample.sample_id)
+            self._num_live[fact.group] += 1
+            self._members.setdefault(fact.group, []).append(sample.sample_id)
 
     def _finish(self, sample: str, end: SampleEnd) -> None:
         before = self._end.get(sample)
         if before is None:
-            self._complain(f"sample {sample} ended as {end.name}, but was never reported")
+            self._complain(
+                f"sample {sample} ended as {end.name}, but was never reported, or all samples of its group had ended"
+            )
             return
         if before is not SampleEnd.LIVE:
             self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
             return
+        group = self._group[sample]
         self._end[sample] = end
-        self._ends[self._purpose[self._group[sample]], end] += 1
+        self._ends[self._purpose[group], end] += 1
+        self._num_live[group] -= 1
+        self._close(group)
 
     def _group_finalized(self, fact: f.GroupFinalized) -> None:
         if fact.decision is GroupDecision.FILTER:
-            for sample in self._members[fact.group]:
-                if self._end[sample] is SampleEnd.LIVE:
+            for sample in list(self._members.get(fact.group, ())):
+                if self._end.get(sample) is SampleEnd.LIVE:
                     self._finish(sample, SampleEnd.FILTERED)
 
     def _samples_ended(self, fact: f.SamplesEnded) -> None:
@@ -107,8 +139,9 @@ class Conservation:
 
     def _batch_leased(self, fact: f.BatchLeased) -> None:
         for sample in fact.sample_ids:
-            if (end := self._end.get(sample, SampleEnd.LIVE)) is not SampleEnd.LIVE:
-                self._complain(f"lease {fact.lease_id} has sample {sample}, which had ended as {end.name}")
+            if (end := self._end.get(sample)) is not SampleEnd.LIVE:
+                what = f"had ended as {end.name}" if end is not None else "was never reported, or had ended"
+                self._complain(f"lease {fact.lease_id} has sample {sample}, which {what}")
 
     def _update_committed(self, fact: f.UpdateCommitted) -> None:
         self._applied[fact.update] = list(fact.used)
@@ -116,19 +149,20 @@ class Conservation:
             self._finish(dropped.sample_id, SampleEnd.FILTERED)
 
     def _checkpoint_reported(self, fact: f.CheckpointReported) -> None:
-        for update, used in self._applied.items():
-            for sample in used if update <= fact.update else ():
-                if self._end.get(sample) is not SampleEnd.TRAINED:
-                    self._finish(sample, SampleEnd.TRAINED)
+        for update in [u for u in self._applied if u <= fact.update]:
+            trained = self._trained[update] = Counter[Purpose]()
+            for sample in self._applied.pop(update):
+                if self._end.get(sample) is SampleEnd.LIVE:
+                    trained[self._purpose[self._group[sample]]] += 1
+                self._finish(sample, SampleEnd.TRAINED)
 
     def _rolled_back(self, fact: f.RolledBack) -> None:
         for update in [u for u in self._applied if u > fact.to_update]:
-            for sample in self._applied.pop(update):
-                if self._end.get(sample) is SampleEnd.TRAINED:
-                    purpose = self._purpose[self._group[sample]]
-                    self._end[sample] = SampleEnd.STALE
-                    self._ends[purpose, SampleEnd.TRAINED] -= 1
-                    self._ends[purpose, SampleEnd.STALE] += 1
+            del self._applied[update]
+        for update in [u for u in self._trained if u > fact.to_update]:
+            for purpose, num in self._trained.pop(update).items():
+                self._ends[purpose, SampleEnd.TRAINED] -= num
+                self._ends[purpose, SampleEnd.STALE] += num
 
 
 _HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {
