@@ -2,11 +2,12 @@
 
 Workers lease and report in lists of 64, complete groups are finalized, a trainer leases, commits, publishes, and
 reports a checkpoint every 10 updates. Nothing fails. Sizes of records are those of a run with two rewards and three
-turns per sample and messages of 200 characters.
+turns per sample and messages of 200 characters. Numbers and hashes of observations are random, with a fixed seed.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.decision_context import DrawTasks, Effect, FinalizeGroup, Reply
 from rollmesh.services.coordinator.core.facts import (
+    ArchiveSealed,
     Fact,
     FinishReason,
     GroupDecision,
@@ -35,13 +37,6 @@ LIST = 64
 CHECKPOINT_EVERY = 10
 SPEC = RunSpec(run="bench", max_staleness=2, batch_groups=16, group_size=16, updates_max=0, eval_every=0, stall_s=0.0)
 SAMPLES_PER_UPDATE = SPEC.batch_groups * SPEC.group_size
-SUMMARY = SampleSummary(
-    finish=FinishReason.STOP,
-    turns=tuple(
-        TurnSummary(segment=at, num_tokens=100, mean_logprob=-0.4321, observation="0123456789abcdef")
-        for at in (2, 4, 6)
-    ),
-)
 QUESTION = Message(role="user", content="What is (17 + 4) * 3? " * 9)
 
 
@@ -56,6 +51,7 @@ class History:
         self._questions: list[Effect] = []
         self._sequence = 0
         self._epoch = 0
+        self._draws = random.Random(0)
 
     def updates(self, num_updates: int) -> Iterator[list[tuple[Fact, ...]]]:
         """Yield the decisions update by update, one ledger record each. `core` then holds the state after the last
@@ -69,6 +65,10 @@ class History:
             self._train(update)
             decisions, self._facts = self._facts, []
             yield decisions
+
+    def seal(self, segment: ArchiveSealed) -> tuple[Fact, ...]:
+        """Return the facts of the decision that an archive segment is sealed."""
+        return self.core.handle(i.SealArchive(ticket=self._next(), segment=segment), self._now_s).facts
 
     def _next(self) -> int:
         self._ticket += 1
@@ -104,19 +104,29 @@ class History:
     def _report(self, lease: i.EpisodeLease) -> i.EpisodeReport:
         self._sequence += 1
         rewards = tuple(
-            Reward(name=name, value=1.0, segment=-1, scorer="exact@1", answer=answer)
+            Reward(name=name, value=self._draws.random(), segment=-1, scorer="exact@1", answer=answer)
             for name, answer in (("correct", "63"), ("format", ""))
         )
-        span = StepSpan(step=lease.step_min, incarnation=lease.incarnation_min, num_tokens=300)
+        turns = tuple(
+            TurnSummary(
+                segment=at,
+                num_tokens=self._draws.randint(50, 150),
+                mean_logprob=-self._draws.random(),
+                observation=self._draws.randbytes(8).hex(),
+            )
+            for at in (2, 4, 6)
+        )
+        sampled = sum(turn.num_tokens for turn in turns)
+        span = StepSpan(step=lease.step_min, incarnation=lease.incarnation_min, num_tokens=sampled)
         sample = SampleMeta(
             sample_id=f"{lease.episode}-0",
             policy="main",
             leaf=6,
             steps=(span,),
-            num_tokens=450,
+            num_tokens=sampled + 150,
             rewards=rewards,
-            num_sampled_tokens=300,
-            summary=SUMMARY,
+            num_sampled_tokens=sampled,
+            summary=SampleSummary(finish=FinishReason.STOP, turns=turns),
         )
         return i.EpisodeReport(
             lease_id=lease.lease_id,
@@ -124,7 +134,7 @@ class History:
             episode=lease.episode,
             attempt=lease.attempt,
             outcome=m.EpisodeOutcome.COMPLETED,
-            payload=PayloadRef(sequence=self._sequence, size_bytes=4500),
+            payload=PayloadRef(sequence=self._sequence, size_bytes=self._draws.randint(4000, 5000)),
             samples=(sample,),
         )
 

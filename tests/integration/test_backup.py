@@ -24,8 +24,10 @@ from rollmesh.app.mesh_client import find_mesh
 from rollmesh.app.open_run import open_resumed
 from rollmesh.app.run_folder import RESTORING, new_folder, open_folder, origin_now
 from rollmesh.mesh import Mesh
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.run_layout import PAYLOADS
 from rollmesh.services.coordinator.audit import audit_run
+from rollmesh.services.coordinator.config import ArchiveConfig
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamSpec
 from rollmesh.shared.bus.embedded_server import EmbeddedServer
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
@@ -43,7 +45,17 @@ UPDATES = 10
 
 def config(model: Path, payloads: str) -> TrainConfig:
     made = mesh_config(model, batch_groups=4, group_size=4, updates_max=UPDATES)
-    return as_train_config(msgspec.structs.replace(made, bus=msgspec.structs.replace(made.bus, payloads=payloads)))
+    made = msgspec.structs.replace(made, bus=msgspec.structs.replace(made.bus, payloads=payloads))
+    return as_train_config(with_tiny_archive(made) if payloads == "files" else made)
+
+
+def with_tiny_archive(made: MeshConfig) -> MeshConfig:
+    """Archive nearly everything at once, in segments of a few records."""
+    limits = msgspec.structs.replace(made.coordinator.run, snapshot_records=5, housekeeping_s=0.05)
+    archive = ArchiveConfig(from_share=1e-5, segment_bytes=2048)
+    return msgspec.structs.replace(
+        made, coordinator=msgspec.structs.replace(made.coordinator, run=limits, archive=archive)
+    )
 
 
 async def back_up(root: Path, file: Path) -> BackupSummary:
@@ -75,6 +87,7 @@ async def test_a_run_that_lost_its_folder_is_resumed_from_a_backup_and_its_check
             old.root, tmp_path / "backup"
         )  # after the copy, so that the ledger has all updates of the checkpoint
     assert summary.num_records["ledger"] == summary.position > 10
+    assert (summary.first_position > 1) == (payloads == "files"), "the older records are in archive segments"
     shutil.rmtree(old.root)
 
     assert await asyncio.to_thread(restore_backup, tmp_path / "backup", tmp_path / "new") == summary
@@ -158,7 +171,7 @@ async def test_a_damaged_file_is_rejected_before_anything_is_written(
     with pytest.raises(DataLoss, match="damaged or cut off at byte"):
         restore_backup(file, tmp_path / "new")
     file.write_bytes(b"rollmesh backup\n" + whole)
-    with pytest.raises(ConfigError, match="has format 1, and this version reads format 2; restore it with"):
+    with pytest.raises(ConfigError, match="has format 1, and this version reads format 3; restore it with"):
         restore_backup(file, tmp_path / "new")
     file.write_bytes(b"something else")
     with pytest.raises(ConfigError, match="is not a file of `rollmesh backup`"):

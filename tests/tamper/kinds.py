@@ -18,8 +18,8 @@ import msgspec
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import DroppedSample, SampleEnd, StepSpan
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
-from rollmesh.shared.domain.ledger_head import CHECKSUM
 from rollmesh.shared.domain.digest import next_digest
+from rollmesh.shared.domain.ledger_head import CHECKSUM
 from rollmesh.trainer.checkpoint_files import META_NAME, TRAINED_NAME, CheckpointMeta
 from rollmesh.trainer.trained_log import TrainedUpdate
 from tests.tamper.ledger_copy import RawRecord, rechained, sealed, with_facts

@@ -8,10 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from rollmesh.services.coordinator.core.facts import Fact
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
-from rollmesh.shared.domain.ledger_head import CHECKSUM
 from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.domain.ledger_head import record_hash
+from rollmesh.shared.domain.ledger_head import CHECKSUM, record_hash
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import events_pb2
 

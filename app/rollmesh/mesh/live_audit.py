@@ -19,6 +19,7 @@ import msgspec
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
+from rollmesh.shared.bus.archive_bus import ArchiveBus
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.domain.ledger_head import LedgerHead
@@ -43,6 +44,8 @@ class AuditOrder(msgspec.Struct, frozen=True, kw_only=True):
     """(place, POSITION:HASH) of each head of the ledger that is stored elsewhere."""
     checkpoint: str = ""
     """Checkpoint whose list of samples is compared, or the folder of checkpoints; empty: none."""
+    archive: str = ""
+    """Folder of the archive segments; empty on a host without it."""
 
 
 def main() -> int:
@@ -64,7 +67,8 @@ def main() -> int:
 
 async def _audit(order: AuditOrder) -> AuditReport:
     tls = Tls(ca=Path(order.tls[0]), certificate=Path(order.tls[1]), key=Path(order.tls[2])) if order.tls else None
-    bus = await JetStreamBus.connect(order.url, login=BusLogin(user=order.user, password=order.password, tls=tls))
+    server = await JetStreamBus.connect(order.url, login=BusLogin(user=order.user, password=order.password, tls=tls))
+    bus = ArchiveBus(server, Path(order.archive) if order.archive else None, writes=False)
     try:
         heads = [StoredHead(where, LedgerHead.parse(text)) for where, text in order.heads]
         return await audit_run(

@@ -95,6 +95,7 @@ def _auditor(layout: RunLayout) -> LedgerAuditor:
             checkpoint=str(checkpoints)
             if has_checkpoint
             else "",  # the newest when the process starts; the learner removes older ones
+            archive=str(layout.archive or ""),
         )
         return await _run_audit(order, layout.config.gateway.page.audit_s_max)
 

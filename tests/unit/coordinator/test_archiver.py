@@ -20,7 +20,7 @@ from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapsh
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
 from rollmesh.shared.bus.archive_segment import SegmentDamaged
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
-from rollmesh.shared.domain.ledger_head import record_hash
+from rollmesh.shared.domain.ledger_head import EMPTY, record_hash
 from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.testing.memory_bus import MemoryBus
@@ -166,6 +166,25 @@ async def test_a_segment_that_was_cut_off_by_a_crash_is_removed(tmp_path: Path) 
     async with world.coordinator() as (bench, log):
         assert log.files is not None
         assert list(log.files.folder.iterdir()) == []
+
+
+async def test_a_segment_whose_fact_a_power_loss_took_from_the_stream_is_kept_and_sealed_again(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        await fill(bench)
+        before = await world.records()
+        assert log.files is not None
+        raw = [record async for record in log.read_range()]
+        kept = log.files.write("r", 1, raw[:10], EMPTY)
+        await log.purge_below(11)  # and no ArchiveSealed
+    async with world.coordinator() as (bench, log):
+        assert log.files is not None
+        assert log.files.segments() == [kept]
+        assert await world.records() == before
+        await archive(bench, log, bench.driver._ledger.head.position)
+        assert (await sealed(world))[0].first == 1
+        assert (await world.records())[: len(before)] == before
 
 
 async def test_a_segment_that_the_disk_altered_is_not_sealed(tmp_path: Path) -> None:

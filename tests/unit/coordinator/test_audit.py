@@ -222,7 +222,7 @@ def test_a_sample_that_ends_twice_is_found() -> None:
     fact = f.SamplesEnded(group=group, sample_ids=(ended,), end=SampleEnd.STALE, reason="BEYOND_BOUND")
     extra = StoredRecord(position=len(run.records) + 1, record_id="x", time_unix_s=0.0, facts=(fact,))
     report = audit([*run.records, extra])
-    assert any("having ended as TRAINED" in x.message for x in report.findings)
+    assert any(f"sample {ended} ended as STALE, but" in x.message for x in report.findings)
 
 
 def test_a_broken_digest_is_found() -> None:

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[type, Change, str, str]] = {
         f.EpisodeScored,
         lambda x: replace(x, payload=PayloadRef(sequence=2)),
         "payloads",
-        "has payload 2, which belongs to g",
+        "has payload 2, which belongs to an episode of record",
     ),
     "a return of no lease": (f.BatchLeased, lambda x: f.BatchReturned(lease_id="b9"), "once", "b9 is returned"),
     "an endless group": (

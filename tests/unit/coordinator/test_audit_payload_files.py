@@ -33,7 +33,7 @@ class Stored:
         return await log.append(self.payload, msg_id="g.0")
 
     async def audit(self, sequence: int, episode: str = "g.0") -> PayloadCounts:
-        payloads = Payloads(lambda check, message, position=None: self.findings.append(message))
+        payloads = Payloads(lambda check, message, position=None: self.findings.append(message), keep=True)
         ref = f.PayloadRef(sequence=sequence, size_bytes=len(self.payload))
         payloads.enter(f.EpisodeScored(group="g", episode=episode, payload=ref), 1)
         return await payloads.compare(self.bus, STREAMS.samples.name)

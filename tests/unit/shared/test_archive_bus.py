@@ -191,10 +191,14 @@ async def test_a_missing_or_altered_segment_is_named(
     log = await ledger(tmp_path, written, 20, 40)
     assert log.files is not None
     damage(log.files.segments()[1].path)
-    found = []
-    with pytest.raises(LostRecords, match=what) as caught:
+    found: list[StreamRecord] = []
+
+    async def read() -> None:
         async for record in log.read_range():
             found.append(record)
+
+    with pytest.raises(LostRecords, match=what) as caught:
+        await read()
     assert same(found, written[:20])
     assert "from a backup" in str(caught.value)
     assert caught.value.last == 40

@@ -1,6 +1,7 @@
 """`rollmesh backup`: the streams of a run, and the files that a resume needs beside them, as one file. The run may be
 running.
 
+The ledger is copied as its stream has it, with the archive segments of the records before as they are.
 The samples are read before the ledger and again after it. So every payload that a ledger record names is in the backup,
 also one that is stored or purged meanwhile. Checkpoints and the depot are not part of it: weights are large and do not
 change once written, so copy the folder `checkpoints` before the backup: the ledger must have all updates of a
@@ -36,6 +37,7 @@ from rollmesh.app.run_folder import RunFolder, open_folder
 from rollmesh.mesh.changes import RECORDED
 from rollmesh.mesh.joining import ask_mesh
 from rollmesh.mesh.run_layout import PAYLOADS
+from rollmesh.shared.bus.archive_bus import ArchivedLedger, open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamRecord, UnknownStream
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.login import BusLogin
@@ -141,7 +143,7 @@ async def write_backup(source: BackupSource, path: Path) -> BackupSummary:
         # What was stored during the first pass, which may take minutes. A payload can be purged before the last pass.
         samples = await _copy(source.bus, run, "samples", out, after=samples)
         ledger = await _copy(source.bus, run, "ledger", out)
-        await _check_complete(source.bus, run, ledger)
+        await _copy_archive(source, out, ledger)
         await asyncio.to_thread(_copy_files, source, out, sizes)
         await _copy(source.bus, run, "samples", out, after=samples)
         await _copy(source.bus, run, "dead", out)
@@ -166,10 +168,31 @@ async def _copy(bus: Bus, run: str, kind: Kind, out: BackupWriter, *, after: int
     return last
 
 
-async def _check_complete(bus: Bus, run: str, last: int) -> None:
-    ledger = run_streams(run).ledger.name
-    if (await (await bus.open(ledger)).info()).first_seq > 1 or not last:
-        raise DataLoss(f"{ledger} has no first record, so the run cannot be recovered from it", ledger=ledger)
+async def _copy_archive(source: BackupSource, out: BackupWriter, last: int) -> None:
+    """Copy the archive segments before the part of the ledger that was copied, of which `last` is the last record."""
+    ledger = await open_ledger(source.bus, source.about.run)
+    at, first = 1, out.ledger_first
+    if not last:
+        raise DataLoss(f"{ledger.name} has no first record, so the run cannot be recovered from it", ledger=ledger.name)
+    if at < first and (source.root is None or not isinstance(ledger, ArchivedLedger) or ledger.files is None):
+        raise ConfigError(
+            f"records 1 to {first - 1} of {ledger.name} are in archive segments of the run's host, which this backup "
+            "cannot read; run `rollmesh backup FILE --run FOLDER` there"
+        )
+    while at < first:
+        assert source.root is not None
+        assert isinstance(ledger, ArchivedLedger)
+        assert ledger.files is not None
+        segment = await asyncio.to_thread(ledger.files.find, at)
+        if segment is None:
+            raise DataLoss(
+                f"the archive segment with record {at} of {ledger.name} is missing in {ledger.files.folder}; copy it "
+                "from another backup into this folder",
+                ledger=ledger.name,
+            )
+        with segment.path.open("rb") as file:
+            await asyncio.to_thread(out.add_file, str(segment.path.relative_to(source.root)), file)
+        at = segment.last + 1
 
 
 def _copy_files(source: BackupSource, out: BackupWriter, known: dict[str, int]) -> dict[str, int]:

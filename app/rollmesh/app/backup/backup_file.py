@@ -2,11 +2,12 @@
 
     about.json                          what the backup is of
     samples/SEQ.msgpack ...             records of a stream in their order, as `StreamPart`; then ledger/..., dead/...
-    files/PATH ...                      files of the run folder; a later one of the same name replaces the earlier one
+    files/PATH ...                      files of the run folder; a later one of the same name replaces the earlier one.
+                                        The records of the ledger before its first part are in files/archive/RUN/
     end.json                            head of the ledger, and the SHA-256 of all bytes of the file before this member
 
-The ledger's hash chain is verified when the file is written and when it is read. The file contains samples and no
-token, password or key.
+The ledger's hash chain is verified when the file is written and when it is read, archive segments only when it is read.
+The file contains samples and no token, password or key.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Literal, Self
+from typing import IO, BinaryIO, Literal, NoReturn, Self, cast
 
 import msgspec
 
+from rollmesh.mesh.run_layout import ARCHIVE
 from rollmesh.services.coordinator.ledger import check_record
+from rollmesh.shared.bus.archive_segment import check_segment
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.domain.ledger_facts import read_record
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
 from rollmesh.shared.errors import AlreadyExists, ConfigError, DataLoss
 from rollmesh.shared.store.disk import disk_full_errors
 
 Kind = Literal["samples", "ledger", "dead"]
 KINDS: tuple[Kind, ...] = ("samples", "ledger", "dead")
-FORMAT = 2
+FORMAT = 3
+FORMATS_READ = (2, 3)
+"""Format 2 has no archive segments."""
 PART_BYTES = 4 * 1024 * 1024
 _ABOUT, _END, _FILES = "about.json", "end.json", "files/"
 _FORMAT_1 = b"rollmesh backup\n"
@@ -79,7 +85,15 @@ class End(msgspec.Struct, frozen=True, kw_only=True):
     sha256: str
 
 
-Part = BackupAbout | StreamPart | FilePart | End
+class SegmentPart(msgspec.Struct, frozen=True, kw_only=True):
+    """An archive segment, before the parts of its file."""
+
+    begin: LedgerHead
+    """Head of the ledger before its first record."""
+    end: LedgerHead
+
+
+Part = BackupAbout | StreamPart | FilePart | SegmentPart | End
 
 
 class BackupSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,6 +103,8 @@ class BackupSummary(msgspec.Struct, frozen=True, kw_only=True):
     created_unix_s: float
     position: int
     """Position of the last record of the ledger."""
+    first_position: int
+    """Position of its first record that is not in an archive segment."""
     hash: str
     """Its hash, as `rollmesh audit --head POSITION:HASH` takes it."""
     num_records: dict[str, int]
@@ -109,7 +125,7 @@ class BackupWriter:
         self._path = path
         self._partial = path.with_name(f".{path.name}.partial")
         self._file: IO[bytes] | None = None
-        self._head = EMPTY
+        self._ledger = _LedgerCheck(path)
 
     def __enter__(self) -> Self:
         try:
@@ -123,12 +139,17 @@ class BackupWriter:
         self._tar = tarfile.open(fileobj=self._file, mode="w")
         return self
 
+    @property
+    def ledger_first(self) -> int:
+        """Sequence of the first ledger record that was added; 1 if none was."""
+        return self._ledger.first
+
     def add(self, part: BackupAbout | StreamPart) -> None:
         """Write a part. Raises DataLoss for a ledger record that does not follow the one before, DiskFull."""
         if isinstance(part, BackupAbout):
             self._add(_ABOUT, msgspec.json.encode(part))
         else:
-            self._head = _checked(self._path, part, self._head)
+            self._ledger.enter(part)
             self._add(f"{part.kind}/{part.records[0].seq if part.records else 0}.msgpack", msgspec.msgpack.encode(part))
 
     def add_file(self, name: str, file: IO[bytes]) -> int:
@@ -151,7 +172,9 @@ class BackupWriter:
         assert self._file is not None
         with disk_full_errors(self._path.parent):
             self._file.flush()
-            self._add(_END, msgspec.json.encode(End(head=self._head, sha256=_sha256(self._partial, self._file.tell()))))
+            self._add(
+                _END, msgspec.json.encode(End(head=self._ledger.head, sha256=_sha256(self._partial, self._file.tell())))
+            )
             self._tar.close()
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -185,19 +208,20 @@ def read_backup(path: Path) -> Iterator[Part]:
                 )
             file.seek(0)
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                is_archive, head = True, EMPTY
+                is_archive, ledger = True, _LedgerCheck(path)
                 while (member := tar.next()) is not None:
                     at = member.offset
                     part = None
                     for part in _parts(path, member, tar):
-                        if isinstance(part, StreamPart):
-                            head = _checked(path, part, head)
+                        if isinstance(part, StreamPart | SegmentPart):
+                            ledger.enter(part)
                         yield part
                     if (part is None) or (at == 0) != isinstance(part, BackupAbout):
                         raise _damaged(path, at)
                     if isinstance(part, End):
-                        if part != End(head=head, sha256=_sha256(path, at)) or not _is_last(file, member):
+                        if part != End(head=ledger.head, sha256=_sha256(path, at)) or not _is_last(file, member):
                             raise _damaged(path, at)
+                        ledger.finish()
                         return
                     tar.members = []  # type: ignore[attr-defined]  # nothing reads the list of all members
     except OSError as err:
@@ -216,11 +240,15 @@ def _parts(path: Path, member: tarfile.TarInfo, tar: tarfile.TarFile) -> Iterato
     if file is None:
         return
     if member.name.startswith(_FILES):
+        if member.name.startswith(f"{_FILES}{ARCHIVE}/"):
+            index = check_segment(cast(BinaryIO, file), f"{path}: {member.name}")
+            yield SegmentPart(begin=index.begin, end=index.end)
+            file.seek(0)
         yield from _file_parts(member.name.removeprefix(_FILES), file)
     elif member.size <= _MEMBER_BYTES_MAX:
         if member.name == _ABOUT:
             about = msgspec.json.decode(file.read(), type=BackupAbout)
-            if about.format != FORMAT:
+            if about.format not in FORMATS_READ:
                 raise ConfigError(
                     f"{path} has format {about.format}, and this version reads format {FORMAT}; upgrade rollmesh"
                 )
@@ -266,13 +294,17 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
     about: BackupAbout | None = None
     end: End | None = None
     records: Counter[str] = Counter()
-    files = set()
+    files, first_position = set(), 1
     for part in read_backup(path):
         match part:
             case BackupAbout():
                 about = part
             case StreamPart():
                 records[part.kind] += len(part.records)
+                if part.kind == "ledger":
+                    first_position = part.first_seq
+            case SegmentPart():
+                records["ledger"] += part.end.position - part.begin.position
             case FilePart():
                 files.add(part.path)
             case End():
@@ -283,6 +315,7 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
         run=about.run,
         created_unix_s=about.created_unix_s,
         position=end.head.position,
+        first_position=first_position,
         hash=end.head.hash,
         num_records={kind: records[kind] for kind in KINDS},
         num_files=len(files),
@@ -291,13 +324,48 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
     )
 
 
-def _checked(path: Path, part: StreamPart, head: LedgerHead) -> LedgerHead:
-    """Return the head of the ledger after the part. Raises DataLoss for a record that does not follow the one
-    before."""
-    if part.kind == "ledger":
-        for record in part.records:
-            head = check_record(str(path), record, head).head
-    return head
+class _LedgerCheck:
+    """The chain of the ledger over its parts and archive segments."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.head = EMPTY
+        """Head after the records of the stream so far."""
+        self._begin: LedgerHead | None = None
+        """Head before the first record of the stream."""
+        self._archived = EMPTY
+        """Head after the segments so far."""
+
+    @property
+    def first(self) -> int:
+        """Sequence of the first record of the stream; 1 without one."""
+        return self._begin.position + 1 if self._begin is not None else 1
+
+    def enter(self, part: StreamPart | SegmentPart) -> None:
+        """Raise DataLoss for a record or a segment that does not follow the one before."""
+        if isinstance(part, SegmentPart):
+            if part.begin != self._archived:
+                self._raise_gap()
+            self._archived = part.end
+        elif part.kind == "ledger":
+            for record in part.records:
+                if self._begin is None:
+                    message = read_record(record.payload, self._path.name, record.seq)
+                    self._begin = LedgerHead(position=record.seq - 1, hash=message.previous.hex())
+                    self.head = self._begin
+                self.head = check_record(str(self._path), record, self.head).head
+
+    def finish(self) -> None:
+        """Raise DataLoss if the records of the stream do not follow the segments."""
+        if self._begin is not None and self._archived != self._begin:
+            self._raise_gap()
+
+    def _raise_gap(self) -> NoReturn:
+        raise DataLoss(
+            f"{self._path} lacks an archive segment: records after {self._archived.position} do not follow; use "
+            "another backup",
+            path=str(self._path),
+        )
 
 
 def _damaged(path: Path, at: int) -> DataLoss:

@@ -108,7 +108,9 @@ async def _restore(path: Path, summary: BackupSummary, folder: RunFolder, config
     async with nats_of(layout) as url:
         bus = await JetStreamBus.connect(url, login=layout.bus_login())
         try:
-            _, complete = await bus.begin_restore(specs["ledger"], first_seq=1, backup=summary.digest)
+            _, complete = await bus.begin_restore(
+                specs["ledger"], first_seq=summary.first_position, backup=summary.digest
+            )
             if complete:
                 if msgspec.json.decode((folder.root / RESTORING).read_bytes(), type=_Marker).stored:
                     return  # this restore was interrupted after its last step

@@ -21,6 +21,8 @@ _OPTIMIZER_BYTES = 8
 _HEADER_LENGTH_BYTES = 8
 _VERSIONS_PER_NODE = 2
 """An inference node keeps the active version and the one it prepares."""
+ARCHIVED_SAMPLE_BYTES = 200
+"""Upper limit for a sample in archive segments, without the evidence of its rewards."""
 _GIB = 1 << 30
 
 
@@ -58,6 +60,9 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     ]
     if not config.bus.url:
         parts.append(Part("streams", stored, "coordinator.streams"))
+    if config.archives_ledgers and config.run.updates_max:
+        samples = config.run.updates_max * config.run.batch_groups * config.run.group_size
+        parts.append(Part("ledger archive", samples * ARCHIVED_SAMPLE_BYTES, "run.updates_max"))
     if config.coordinator.run.retain_share:
         limit = config.coordinator.run.retained_bytes_max
         parts.append(Part("kept payloads", limit, "coordinator.run.retained_bytes_max"))

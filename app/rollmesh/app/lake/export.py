@@ -28,6 +28,7 @@ from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.samples.samples import SampleLine
 from rollmesh.app.samples.stored_samples import stored_lines
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.errors import ConfigError, DataLoss, InvalidInput, UnknownRun
@@ -159,7 +160,7 @@ async def export_samples(
     of this name.
     """
     streams, partitions = run_streams(run), Partitions(folder, run)
-    log = await bus.open(streams.ledger.name)
+    log = await open_ledger(bus, run)
     try:
         samples = await bus.open(streams.samples.name)
     except UnknownStream:

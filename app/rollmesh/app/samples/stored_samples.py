@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -13,11 +15,12 @@ from rollmesh.app.run_bus import run_bus
 from rollmesh.app.run_folder import RunFolder
 from rollmesh.app.samples.samples import RewardLine, SampleLine, sample_lines
 from rollmesh.mesh.run_lock import still_starting
-from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
+from rollmesh.services.coordinator.audit_history import HistoryLine, ledger_history
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.facts import Reward
 from rollmesh.services.coordinator.fact_codec import encode
-from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
+from rollmesh.services.coordinator.ledger import read_ledger
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import UnknownRun, UnknownSample
@@ -47,10 +50,19 @@ class ShownSample(msgspec.Struct, frozen=True, kw_only=True):
 
 def list_samples(root: Path, limit: int) -> list[ListedSample]:
     """Return the samples of the newest `limit` ended episodes, oldest first. Raises ConfigError, UnknownRun,
-    BusUnavailable."""
-    records, _ = asyncio.run(_read(root, ""))
-    tasks = {fact.group: fact.task.task_id for fact in _facts(records) if isinstance(fact, f.GroupReserved)}
-    return [listed for fact in _facts(records) for listed in _listed(fact, tasks)][-limit:]
+    BusUnavailable, DataLoss."""
+    return asyncio.run(_list_samples(root, limit))
+
+
+async def _list_samples(root: Path, limit: int) -> list[ListedSample]:
+    tasks: dict[str, str] = {}
+    newest: deque[ListedSample] = deque(maxlen=limit)
+    async with _ledger_of(root) as (_, _, ledger):
+        async for fact in _facts(ledger):
+            if isinstance(fact, f.GroupReserved):
+                tasks[fact.group] = fact.task.task_id
+            newest.extend(_listed(fact, tasks))
+    return list(newest)
 
 
 def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
@@ -69,47 +81,55 @@ def _listed(fact: f.Fact, tasks: Mapping[str, str]) -> Iterator[ListedSample]:
 
 def show_sample(root: Path, name: str) -> ShownSample:
     """Return a sample, or the first one of an episode. Raises UnknownSample, and the errors of `list_samples`."""
-    records, line = asyncio.run(_read(root, name))
-    history = sample_history(records, line.sample_id if line is not None else name)
+    return asyncio.run(_show_sample(root, name))
+
+
+async def _show_sample(root: Path, name: str) -> ShownSample:
+    async with _ledger_of(root) as (bus, run, ledger):
+        line = await _payload(bus, run, ledger, name)
+        found = line.sample_id if line is not None else name
+        history = await ledger_history(lambda: read_ledger(ledger), found)
     if not history:
         raise UnknownSample(f"{root}: the ledger has no sample or episode {name!r}; `rollmesh show {root}` lists them")
-    return ShownSample(sample_id=line.sample_id if line is not None else name, history=history, sample=line)
+    return ShownSample(sample_id=found, history=history, sample=line)
 
 
-async def _read(root: Path, name: str) -> tuple[list[StoredRecord], SampleLine | None]:
+@asynccontextmanager
+async def _ledger_of(root: Path) -> AsyncIterator[tuple[Bus, str, StreamLog]]:
+    """Yield the bus, the name and the ledger of the run of a folder."""
     folder = RunFolder(root)
     folder.read_origin()
     config = load_train_config(folder.config)
     async with run_bus(folder, config) as bus:
         try:
-            ledger = await bus.open(run_streams(config.run.name).ledger.name)
+            ledger = await open_ledger(bus, config.run.name)
         except UnknownStream as err:
             if starting := still_starting(root):
                 raise starting from err
             raise UnknownRun(
                 f"{root}: the ledger of run {config.run.name} does not exist; start the run first", run=config.run.name
             ) from err
-        records = [record async for record in read_ledger(ledger)]
-        return records, await _payload(bus, config.run.name, records, name) if name else None
+        yield bus, config.run.name, ledger
 
 
-async def _payload(bus: Bus, run: str, records: Sequence[StoredRecord], name: str) -> SampleLine | None:
-    scored = next(
-        (
-            fact
-            for fact in _facts(records)
-            if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(meta.sample_id for meta in fact.samples))
-        ),
-        None,
-    )
-    if scored is None or not scored.payload.sequence:
+async def _payload(bus: Bus, run: str, ledger: StreamLog, name: str) -> SampleLine | None:
+    groups: dict[str, f.Task] = {}
+    async for fact in _facts(ledger):
+        if isinstance(fact, f.GroupReserved):
+            groups[fact.group] = fact.task
+        elif isinstance(fact, f.GroupFinalized) and fact.decision is not f.GroupDecision.EXTEND:
+            groups.pop(fact.group, None)
+        elif isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(meta.sample_id for meta in fact.samples)):
+            break
+    else:
         return None
-    task = next(g.task for g in _facts(records) if isinstance(g, f.GroupReserved) and g.group == scored.group)
+    if not fact.payload.sequence:
+        return None
     try:
         log = await bus.open(run_streams(run).samples.name)
     except UnknownStream:
         return None
-    lines = await stored_lines(log, scored.payload.sequence, task)
+    lines = await stored_lines(log, fact.payload.sequence, groups[fact.group])
     return next((line for line in lines if name in (line.sample_id, line.episode)), None)
 
 
@@ -123,8 +143,10 @@ async def stored_lines(log: StreamLog, sequence: int, task: f.Task) -> list[Samp
     return list(sample_lines(types_pb2.Episode.FromString(record.payload), encode(task, types_pb2.Task)))
 
 
-def _facts(records: Sequence[StoredRecord]) -> Iterator[f.Fact]:
-    return (fact for record in records for fact in record.facts)
+async def _facts(ledger: StreamLog) -> AsyncIterator[f.Fact]:
+    async for record in read_ledger(ledger):
+        for fact in record.facts:
+            yield fact
 
 
 def _reward(reward: Reward) -> RewardLine:

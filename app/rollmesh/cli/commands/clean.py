@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rollmesh.app.run_folder import RunFolder
 
 _CHECKPOINT = re.compile(r"update-(\d+)\.(\d+)")
-_LEDGER = ("nats", "payloads", "coordinator")
+_LEDGER = ("nats", "archive", "payloads", "coordinator")
 _CACHES = ("depot", "inference-*", "sandbox-*")
 """Uploaded, fetched or created again when the run is resumed."""
 

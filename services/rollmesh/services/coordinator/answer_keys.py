@@ -10,8 +10,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from rollmesh.services.coordinator.core.state import SUBMITTED_SCHEME
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownRecord, UnknownStream
-from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.domain.ledger_facts import facts_of, read_record
 from rollmesh.shared.errors import InvalidInput, MeshError, UnknownOracle, field_error
 from rollmesh.shared.store.sized_cache import SizedCache
@@ -71,7 +71,7 @@ class AnswerKeys:
 
     async def _facts(self, ref: str, run: str, position: int) -> Iterator[object]:
         try:
-            ledger = await self._bus.open(run_streams(run).ledger.name)
+            ledger = await open_ledger(self._bus, run)
             record = await ledger.read(position)
         except (InvalidInput, UnknownStream, UnknownRecord) as error:
             raise _unknown(ref, str(error)) from error

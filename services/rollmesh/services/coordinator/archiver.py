@@ -141,5 +141,6 @@ class Archiver:
 async def drop_unsealed(ledger: StreamLog, state: State) -> None:
     """Remove the segments that a recovered ledger does not name."""
     if isinstance(ledger, ArchivedLedger) and ledger.writes and ledger.files is not None:
-        for segment in await asyncio.to_thread(ledger.files.drop_unsealed, state.num_segments):
+        first_seq = (await ledger.info()).first_seq
+        for segment in await asyncio.to_thread(ledger.files.drop_unsealed, state.num_segments, first_seq):
             _log.info("archive segment removed, because the ledger does not name it: file=%s", segment.path)

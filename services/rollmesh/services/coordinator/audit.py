@@ -4,7 +4,8 @@ violations.
     report = await audit_run(bus, "my-run", checkpoint=Path("runs/my-run/checkpoints"), heads=heads)
     report.holds, report.to_text(), msgspec.json.encode(report)
 
-First it compares the chain of records with the heads that others stored (`audit_chain`). Then it compares four results
+First it compares the chain of records with the heads that others stored (`audit_chain`), and archive segments with
+their digests (`audit_archive`). Then it compares four results
 with each other: the core's fold (`apply`), independent counters (`audit_conservation`), updates recomputed from the
 facts (`audit_updates`, with leases and versions), and the trainer's list of the samples in its weights. On request it
 compares payloads (`audit_payloads`).
@@ -14,10 +15,12 @@ A damaged or contradictory ledger gives findings, never an exception, and every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
+from rollmesh.services.coordinator.audit_archive import SealedSegments
 from rollmesh.services.coordinator.audit_chain import Chain, StoredHead
 from rollmesh.services.coordinator.audit_changes import Changes
 from rollmesh.services.coordinator.audit_checkpoint import OpenCheckpoint, check_checkpoint, open_checkpoint
@@ -28,7 +31,7 @@ from rollmesh.services.coordinator.audit_conservation import (
     Conservation,
     submitted_account,
 )
-from rollmesh.services.coordinator.audit_history import HistoryLine, sample_history
+from rollmesh.services.coordinator.audit_history import HistoryLine, ledger_history
 from rollmesh.services.coordinator.audit_payloads import Payloads
 from rollmesh.services.coordinator.audit_report import (
     REMEDIES,
@@ -43,11 +46,13 @@ from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, RunCreated, SampleEnd
 from rollmesh.services.coordinator.core.state import SampleCounters, State
-from rollmesh.services.coordinator.ledger import StoredRecord
+from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
+from rollmesh.shared.bus.archive_bus import ArchivedLedger, LostRecords, open_ledger
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamLog, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead
-from rollmesh.shared.errors import InvalidInput, UnknownRun
+from rollmesh.shared.errors import DataLoss, InvalidInput, UnknownRun
 
 FINDINGS_MAX = 1000
 """Number of findings that are kept. Further ones are only counted."""
@@ -61,14 +66,18 @@ _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError,
 class Audit:
     """Folds records one after the other, and collects findings."""
 
-    def __init__(self, run: str = "") -> None:
-        """`run`: name of the run whose ledger it should be; empty if it is not known."""
+    def __init__(self, run: str = "", *, payloads: bool = False) -> None:
+        """`run`: name of the run whose ledger it should be; empty if it is not known. `payloads`: whether payloads will
+        be compared."""
         self._run = run
         self.state = State()
         self.updates = Updates(self.complain)
-        self.payloads = Payloads(self.complain)
+        self.payloads = Payloads(self.complain, keep=payloads)
+        self.segments = SealedSegments(self.complain)
         self._changes = Changes(self.complain)
-        self._conservation = Conservation(lambda what: self.complain("conservation", what))
+        self._conservation = Conservation(
+            lambda what: self.complain("conservation", what), lambda _, samples: self.updates.forget(samples)
+        )
         self._findings: list[Finding] = []
         self._warnings: list[Finding] = []
         self._num_findings = 0
@@ -100,6 +109,7 @@ class Audit:
             self._take("once", self.updates.enter, fact)
             self._take("conservation", self._conservation.enter, fact)
             self._take("payloads", lambda fact: self.payloads.enter(fact, record.position, record.protocol), fact)
+            self._take("chain", lambda fact: self.segments.enter(fact, record.position), fact)
             self._take("ledger", lambda fact: self._changes.enter(fact, record), fact)
             if isinstance(fact, RunCreated) and self._run and fact.spec.run != self._run:
                 self.complain(
@@ -170,6 +180,7 @@ class Audit:
         history: tuple[HistoryLine, ...] = (),
     ) -> AuditReport:
         """Return the report over all records. `checkpoint` is compared with them."""
+        self.payloads.finish()
         if self._folds:
             self._compare_conservation()
         summary = None
@@ -244,44 +255,63 @@ async def audit_run(
 
     `checkpoint`: a checkpoint folder, or the folder of checkpoints (then the newest of now). `heads`: heads of this
     ledger that others stored. `payloads`: compare metadata with the payloads that the sample stream still stores.
-    Raises UnknownRun.
+    Raises UnknownRun, and WrongHost on a host without the archive segments.
     """
     try:
         streams = run_streams(run)
-        log = await bus.open(streams.ledger.name)
+        log = await open_ledger(bus, run)
     except (UnknownStream, InvalidInput) as error:
         raise UnknownRun(
             f"there is no ledger of run {run!r} on this bus; name a run that was created here (`rollmesh audit FOLDER "
             "--run-name NAME`)",
             run=run,
         ) from error
-    audit = Audit(run)
+    audit = Audit(run, payloads=payloads)
     chain = Chain(log.name, heads, audit.complain, audit.warn)
     # Opened before the ledger is read: the trainer of a live run removes checkpoints, and writes others that are newer
     # than the records.
     with nullcontext() if checkpoint is None else open_checkpoint(checkpoint) as opened:
-        records = await _read(log, chain, audit, keep=bool(sample))
+        await _read(log, chain, audit)
+        if isinstance(log, ArchivedLedger) and log.files is not None:
+            await asyncio.to_thread(audit.segments.compare, log.files)
         return audit.report(
             opened,
             head=chain.head,
             heads=chain.heads,
             payloads=await audit.payloads.compare(bus, streams.samples.name) if payloads else None,
-            history=tuple(sample_history(records, sample)) if sample else (),
+            history=tuple(await ledger_history(lambda: _readable(log), sample)) if sample else (),
         )
 
 
-async def _read(log: StreamLog, chain: Chain, audit: Audit, *, keep: bool) -> list[StoredRecord]:
-    """Enter every record that can be read. Return the records if they are kept."""
-    kept: list[StoredRecord] = []
+async def _read(log: StreamLog, chain: Chain, audit: Audit) -> None:
+    """Enter every record that can be read."""
     try:
-        last_seq = (await log.info()).last_seq
-        async for record in log.read_range():
-            stored = chain.enter(record)
-            if stored is not None:
-                audit.enter(stored)
-                if keep:
-                    kept.append(stored)
+        last_seq, begin = (await log.info()).last_seq, 1
+        while begin:
+            begin = await _read_from(log, begin, chain, audit)
         chain.finish(last_seq)
     except (BusUnavailable, UnknownStream) as error:
         audit.complain("chain", f"{error.message}; later records could not be read", chain.head.position + 1)
-    return kept
+
+
+async def _read_from(log: StreamLog, begin: int, chain: Chain, audit: Audit) -> int:
+    """Enter the records from `begin` on. Return where to continue after an archive segment that cannot be read; 0 at
+    the end of the ledger."""
+    try:
+        async for record in log.read_range(begin):
+            stored = chain.enter(record)
+            if stored is not None:
+                audit.enter(stored)
+    except LostRecords as error:
+        audit.complain("chain", error.message, chain.head.position + 1)
+        return error.last + 1
+    except NewerFormat as error:  # of an archive segment
+        audit.complain("chain", f"{error.message}; later records could not be read", chain.head.position + 1)
+    return 0
+
+
+async def _readable(log: StreamLog) -> AsyncIterator[StoredRecord]:
+    """Yield the records up to the first one that cannot be read, which is a finding of the audit."""
+    with suppress(DataLoss, NewerFormat, BusUnavailable, UnknownStream):
+        async for record in read_ledger(log):
+            yield record

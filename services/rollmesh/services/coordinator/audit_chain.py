@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollmesh.services.coordinator.audit_repeats import Repeats, key_of
 from rollmesh.services.coordinator.audit_report import Complain, HeadLine
 from rollmesh.services.coordinator.ledger import StoredRecord, check_record, missing
 from rollmesh.shared.bus.bus import StreamRecord
@@ -43,8 +44,8 @@ class Chain:
         self._waiting = sorted(heads, key=lambda stored: stored.head.position, reverse=True)
         """Heads whose position is not reached yet, the lowest last."""
         self._compared: list[HeadLine] = []
-        self._places: dict[str, int] = {}
-        """Position of every record by its id."""
+        self._ids = Repeats()
+        """Ids of all records."""
         self._time_unix_s = 0.0
 
     @property
@@ -72,6 +73,8 @@ class Chain:
         """Finish: there are no further records. `last_seq` is the last sequence by the stream's own count."""
         if self.head.position < last_seq:
             self._complain("chain", missing(self._name, self.head.position + 1, last_seq).message, last_seq)
+        for repeat in self._ids.found():
+            self._complain("ledger", f"its record id was used by record {repeat.first_position}", repeat.position)
         for stored in reversed(self._waiting):
             self._note(stored, holds=False)
             self._complain(
@@ -106,9 +109,7 @@ class Chain:
         self._compared.append(HeadLine(where=stored.where, position=head.position, hash=head.hash, holds=holds))
 
     def _check_id_and_time(self, stored: StoredRecord) -> None:
-        first = self._places.setdefault(stored.record_id, stored.position)
-        if first != stored.position:
-            self._complain("ledger", f"record id {stored.record_id[:80]!r} was used by record {first}", stored.position)
+        self._ids.add(key_of(stored.record_id), stored.position, stored.position)
         if stored.time_unix_s < self._time_unix_s - CLOCK_S:
             behind_s = self._time_unix_s - stored.time_unix_s
             self._warn(

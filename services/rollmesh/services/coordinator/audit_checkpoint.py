@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BufferedReader
@@ -51,21 +51,25 @@ def check_checkpoint(
     checkpoint: OpenCheckpoint, updates: Updates, policy: str, complain: Callable[[str], None]
 ) -> CheckpointSummary:
     """Compare a checkpoint with the remaining updates of `policy`."""
-    seen: dict[str, int] = {}
+    num, differs = 0, False
     last: TrainedUpdate | None = None
     list_hash = hashlib.file_digest(checkpoint.trained, "sha256").hexdigest()
     checkpoint.trained.seek(0)
     try:
         for line in read_lines(checkpoint.trained):
             last = line
-            _check_line(line, updates, seen, complain)
+            num += len(line.sample_ids)
+            differs = not _check_line(line, updates, complain) or differs
+        if differs:  # else the ledger shows that no sample is used twice
+            checkpoint.trained.seek(0)
+            _check_once(read_lines(checkpoint.trained), complain)
     except ValueError as error:
         complain(str(error))
     _check_meta(checkpoint, updates, policy, last, list_hash, complain)
     return CheckpointSummary(
         path=str(checkpoint.path),
         updates=last.update if last is not None else 0,
-        samples=len(seen),
+        samples=num,
         digest=last.digest if last is not None else "",
     )
 
@@ -122,17 +126,26 @@ def find_list(folder: Path) -> Path:
     )
 
 
-def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], complain: Callable[[str], None]) -> None:
-    for sample in line.sample_ids:
-        if sample in seen:
-            complain(f"the weights are trained twice on sample {sample}: in updates {seen[sample]} and {line.update}")
-        seen[sample] = line.update
+def _check_once(lines: Iterable[TrainedUpdate], complain: Callable[[str], None]) -> None:
+    seen: dict[str, int] = {}
+    for line in lines:
+        for sample in line.sample_ids:
+            if sample in seen:
+                complain(
+                    f"the weights are trained twice on sample {sample}: in updates {seen[sample]} and {line.update}"
+                )
+            seen[sample] = line.update
+
+
+def _check_line(line: TrainedUpdate, updates: Updates, complain: Callable[[str], None]) -> bool:
+    """Compare one update, and return whether the ledger has it with the same samples."""
     standing = updates.standing.get(line.update)
     if standing is None:
         if not _in_doubt(line, updates):
             complain(f"the checkpoint contains update {line.update}, the ledger ends at {updates.applied}")
-        return
-    _compare(line, set(standing.used), complain)
+        return False
+    used = standing.used
+    _compare(line, used, complain)
     outcome = "APPLIED" if standing.applied else "SKIPPED"
     if (line.outcome, line.incarnation) != (outcome, standing.incarnation):
         complain(
@@ -143,6 +156,7 @@ def _check_line(line: TrainedUpdate, updates: Updates, seen: dict[str, int], com
         complain(
             f"digest after update {line.update}: {line.digest!r} in the checkpoint, {standing.digest!r} in the ledger"
         )
+    return len(line.sample_ids) == len(used) and set(line.sample_ids) == used
 
 
 def _in_doubt(line: TrainedUpdate, updates: Updates) -> bool:

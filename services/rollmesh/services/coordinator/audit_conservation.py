@@ -3,12 +3,15 @@
 A reservation becomes the first sample of its episode, or ends with it. A sample ends once, and is not leased
 afterwards. Only TRAINED may change, when the update that used the sample is undone. Samples of rollouts, of
 evaluations, of the replay log, and of each source of submitted samples are separate accounts.
+
+The samples of a group are forgotten when all of them have ended, so that memory does not grow with the run. A later
+fact about one of them is a violation in either case. Of a trained update the numbers of samples remain.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rollmesh.services.coordinator.core import facts as f
@@ -25,8 +28,14 @@ def submitted_account(source: str) -> str:
 class Conservation:
     """Ends of all reservations and samples of a run. `complain` receives violations."""
 
-    def __init__(self, complain: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        complain: Callable[[str], None],
+        forget: Callable[[str, Collection[str]], None] = lambda group, samples: None,
+    ) -> None:
+        """`forget` is called with a group whose samples have all ended, and with these."""
         self._complain = complain
+        self._forget = forget
         self._account: dict[str, str] = {}
         """Account of every group."""
         self._sources: dict[str, str] = {}
@@ -35,10 +44,16 @@ class Conservation:
         self._places: Counter[str] = Counter()
         """Number of reservations per group that are neither samples nor ended yet."""
         self._end: dict[str, SampleEnd] = {}
-        """End of every sample; LIVE if it has not ended."""
+        """End of every sample of a group that has live ones; LIVE if it has not ended."""
+        self._group: dict[str, str] = {}
         self._of_sample: dict[str, str] = {}
-        """Account of every sample: that of its group, or REPLAY."""
+        """Account of such a sample: that of its group, or REPLAY."""
+        self._num_live: Counter[str] = Counter()
+        """Number of live samples by group."""
         self._applied: dict[int, list[str]] = {}
+        """Samples of the updates that are in no checkpoint."""
+        self._trained: dict[int, Counter[str]] = {}
+        """Number of samples of the updates that are in a checkpoint, by account."""
         self._reserved: Counter[str] = Counter()
         self._ends: Counter[tuple[str, SampleEnd]] = Counter()
 
@@ -92,9 +107,22 @@ class Conservation:
         if self._places[group] < 0:
             self._complain(f"episode {episode} ended without a reservation in group {group}")
 
+    def _close(self, group: str) -> None:
+        """Forget a group without reservations and live samples."""
+        if self._places[group] or self._num_live[group]:
+            return
+        del self._places[group], self._num_live[group]
+        members = self._members.pop(group, [])
+        for sample in members:
+            self._end.pop(sample, None)
+            self._group.pop(sample, None)
+            self._of_sample.pop(sample, None)
+        self._forget(group, members)
+
     def _episode_ended(self, fact: f.EpisodeEnded) -> None:
         self._take_place(fact.group, fact.episode)
         self._ends[self._account[fact.group], fact.end] += 1
+        self._close(fact.group)
 
     def _episode_scored(self, fact: f.EpisodeScored) -> None:
         self._take_place(fact.group, fact.episode)
@@ -102,34 +130,42 @@ class Conservation:
         for sample in fact.samples:
             if sample.sample_id in self._end:
                 self._complain(f"sample {sample.sample_id} is reported twice")
-            self._end[sample.sample_id] = SampleEnd.LIVE
-            self._of_sample[sample.sample_id] = self._account[fact.group]
-            self._members[fact.group].append(sample.sample_id)
-
-    def _finish(self, sample: str, end: SampleEnd) -> None:
-        before = self._end.get(sample)
-        if before is None:
-            self._complain(f"sample {sample} ended as {end.name}, but was never reported")
-            return
-        if before is not SampleEnd.LIVE:
-            self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
-            return
-        self._end[sample] = end
-        self._ends[self._of_sample[sample], end] += 1
+            self._add(sample.sample_id, fact.group, self._account[fact.group])
 
     def _samples_replayed(self, fact: f.SamplesReplayed) -> None:
         self._reserved[REPLAY] += len(fact.samples)
         for sample in fact.samples:
             if sample.sample_id in self._end:
                 self._complain(f"sample {sample.sample_id} is replayed, but exists")
-            self._end[sample.sample_id] = SampleEnd.LIVE
-            self._of_sample[sample.sample_id] = REPLAY
-            self._members.setdefault(fact.group, []).append(sample.sample_id)
+            self._add(sample.sample_id, fact.group, REPLAY)
+
+    def _add(self, sample: str, group: str, account: str) -> None:
+        self._end[sample] = SampleEnd.LIVE
+        self._group[sample] = group
+        self._of_sample[sample] = account
+        self._num_live[group] += 1
+        self._members.setdefault(group, []).append(sample)
+
+    def _finish(self, sample: str, end: SampleEnd) -> None:
+        before = self._end.get(sample)
+        if before is None:
+            self._complain(
+                f"sample {sample} ended as {end.name}, but was never reported, or all samples of its group had ended"
+            )
+            return
+        if before is not SampleEnd.LIVE:
+            self._complain(f"sample {sample} ended as {end.name}, having ended as {before.name}")
+            return
+        group = self._group[sample]
+        self._end[sample] = end
+        self._ends[self._of_sample[sample], end] += 1
+        self._num_live[group] -= 1
+        self._close(group)
 
     def _group_finalized(self, fact: f.GroupFinalized) -> None:
         if fact.decision is GroupDecision.FILTER:
-            for sample in self._members[fact.group]:
-                if self._end[sample] is SampleEnd.LIVE:
+            for sample in list(self._members.get(fact.group, ())):
+                if self._end.get(sample) is SampleEnd.LIVE:
                     self._finish(sample, SampleEnd.FILTERED)
 
     def _samples_ended(self, fact: f.SamplesEnded) -> None:
@@ -138,8 +174,9 @@ class Conservation:
 
     def _batch_leased(self, fact: f.BatchLeased) -> None:
         for sample in fact.sample_ids:
-            if (end := self._end.get(sample, SampleEnd.LIVE)) is not SampleEnd.LIVE:
-                self._complain(f"lease {fact.lease_id} has sample {sample}, which had ended as {end.name}")
+            if (end := self._end.get(sample)) is not SampleEnd.LIVE:
+                what = f"had ended as {end.name}" if end is not None else "was never reported, or had ended"
+                self._complain(f"lease {fact.lease_id} has sample {sample}, which {what}")
 
     def _update_committed(self, fact: f.UpdateCommitted) -> None:
         self._applied[fact.update] = list(fact.used)
@@ -147,19 +184,20 @@ class Conservation:
             self._finish(dropped.sample_id, SampleEnd.FILTERED)
 
     def _checkpoint_reported(self, fact: f.CheckpointReported) -> None:
-        for update, used in self._applied.items():
-            for sample in used if update <= fact.update else ():
-                if self._end.get(sample) is not SampleEnd.TRAINED:
-                    self._finish(sample, SampleEnd.TRAINED)
+        for update in [u for u in self._applied if u <= fact.update]:
+            trained = self._trained[update] = Counter[str]()
+            for sample in self._applied.pop(update):
+                if self._end.get(sample) is SampleEnd.LIVE:
+                    trained[self._of_sample[sample]] += 1
+                self._finish(sample, SampleEnd.TRAINED)
 
     def _rolled_back(self, fact: f.RolledBack) -> None:
         for update in [u for u in self._applied if u > fact.to_update]:
-            for sample in self._applied.pop(update):
-                if self._end.get(sample) is SampleEnd.TRAINED:
-                    account = self._of_sample[sample]
-                    self._end[sample] = SampleEnd.STALE
-                    self._ends[account, SampleEnd.TRAINED] -= 1
-                    self._ends[account, SampleEnd.STALE] += 1
+            del self._applied[update]
+        for update in [u for u in self._trained if u > fact.to_update]:
+            for account, num in self._trained.pop(update).items():
+                self._ends[account, SampleEnd.TRAINED] -= num
+                self._ends[account, SampleEnd.STALE] += num
 
 
 _HANDLERS: dict[type, Callable[[Conservation, Any], None]] = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import msgspec
 
@@ -19,27 +19,39 @@ class HistoryLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sample_history(records: Sequence[StoredRecord], name: str) -> list[HistoryLine]:
-    """Return the history of a sample, or of an episode without samples. Empty if the ledger has neither."""
-    found = _origin(records, name)
+    """Return the history of a sample, or of an episode without samples. Empty if the records have neither."""
+    found = next((found for record in records if (found := _origin(record, name)) is not None), None)
     if found is None:
         return []
     history = _History(*found, sample=name)
-    return [
-        HistoryLine(position=record.position, time_unix_s=record.time_unix_s, what=what)
-        for record in records
-        for fact in record.facts
-        for what in history.about(fact)
-    ]
+    return [line for record in records for line in _lines(history, record)]
 
 
-def _origin(records: Sequence[StoredRecord], name: str) -> tuple[str, str] | None:
-    """Return (group, episode) of a sample or episode."""
-    for record in records:
-        for fact in record.facts:
-            if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(s.sample_id for s in fact.samples)):
-                return fact.group, fact.episode
-            if isinstance(fact, f.EpisodeLeased | f.EpisodeEnded) and fact.episode == name:
-                return fact.group, fact.episode
+async def ledger_history(read: Callable[[], AsyncIterator[StoredRecord]], name: str) -> list[HistoryLine]:
+    """Return the same from a ledger of any length. `read` begins at its first record, and is called twice: the facts
+    about the group are before the one that has the sample."""
+    async for record in read():
+        if (found := _origin(record, name)) is not None:
+            break
+    else:
+        return []
+    history = _History(*found, sample=name)
+    return [line async for record in read() for line in _lines(history, record)]
+
+
+def _lines(history: _History, record: StoredRecord) -> Iterator[HistoryLine]:
+    for fact in record.facts:
+        for what in history.about(fact):
+            yield HistoryLine(position=record.position, time_unix_s=record.time_unix_s, what=what)
+
+
+def _origin(record: StoredRecord, name: str) -> tuple[str, str] | None:
+    """Return (group, episode) of a sample or episode if a fact of the record has it."""
+    for fact in record.facts:
+        if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(s.sample_id for s in fact.samples)):
+            return fact.group, fact.episode
+        if isinstance(fact, f.EpisodeLeased | f.EpisodeEnded) and fact.episode == name:
+            return fact.group, fact.episode
     return None
 
 

@@ -10,6 +10,7 @@ commits the batch in doubt (roll forward).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.core import facts as f
@@ -31,13 +32,18 @@ class Leases:
         self._spec: RunSpec | None = None
         self._leased_under: dict[str, RunSpec | None] = {}
         self._group: dict[str, str] = {}
-        """Group of every scored or replayed sample."""
+        """Group of every scored or replayed sample that is not forgotten."""
         self._holder: dict[str, str] = {}
         """The held lease of a sample."""
 
     def spec_of(self, lease_ids: tuple[str, ...]) -> RunSpec | None:
         """Settings of the run when a batch was leased. Their bound applies to its samples."""
         return self._leased_under.get(lease_ids[0], self._spec) if lease_ids else self._spec
+
+    def forget(self, samples: Collection[str]) -> None:
+        """Forget samples of a group that has ended."""
+        for sample in samples:
+            self._group.pop(sample, None)
 
     def enter(self, fact: f.Fact) -> None:
         """Fold one fact."""

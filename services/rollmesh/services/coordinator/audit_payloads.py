@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from rollmesh.services.coordinator.audit_repeats import Repeats, key_of
 from rollmesh.services.coordinator.audit_report import Complain, PayloadCounts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
@@ -44,10 +45,14 @@ class _Scored(NamedTuple):
 class Payloads:
     """The payload references of a run. `complain` receives violations."""
 
-    def __init__(self, complain: Complain) -> None:
+    def __init__(self, complain: Complain, *, keep: bool = False) -> None:
+        """`keep`: keep what `compare` needs of every episode in memory."""
         self._complain = complain
+        self._keep = keep
+        self._sequences = Repeats()
+        """Payloads of all scored episodes."""
         self._scored: dict[int, _Scored] = {}
-        """Scored episodes by the sequence of their payloads."""
+        """Scored episodes by the sequence of their payloads, if they are kept."""
         self._num_unreported = 0
         """Compared samples that train tokens of other sources, in records that cannot report them."""
         self._run = ""
@@ -60,11 +65,20 @@ class Payloads:
         """Fold one fact of the record at `position`, which a coordinator of this protocol wrote."""
         if isinstance(fact, f.RunCreated):
             self._run = fact.spec.run
-        elif isinstance(fact, f.GroupReserved):
+        elif isinstance(fact, f.GroupReserved) and self._keep:
             self._tasks[fact.group] = fact.task.task_id
-        elif isinstance(fact, f.EpisodeLeased):
+        elif isinstance(fact, f.EpisodeLeased) and self._keep:
             self._attempts[fact.episode] = fact.attempt
-        if not isinstance(fact, f.EpisodeScored):
+        elif isinstance(fact, f.EpisodeScored):
+            self._score(fact, position, protocol)
+
+    def _score(self, fact: f.EpisodeScored, position: int, protocol: ProtocolVersion) -> None:
+        sequence = fact.payload.sequence
+        if sequence < 1:
+            self._complain("payloads", f"episode {fact.episode} was scored without a payload")
+            return
+        self._sequences.add(sequence, position, key_of(fact.episode))
+        if not self._keep:
             return
         key = types_pb2.EpisodeKey(
             run=self._run,
@@ -73,15 +87,13 @@ class Payloads:
             episode=fact.episode,
             attempt=self._attempts.pop(fact.episode, 0),
         )
-        sequence = fact.payload.sequence
-        if sequence < 1:
-            self._complain("payloads", f"episode {fact.episode} was scored without a payload")
-            return
-        first = self._scored.setdefault(sequence, _Scored(fact, position, key, protocol)).fact
-        if first.episode != fact.episode:
-            self._complain(
-                "payloads", f"episode {fact.episode} has payload {sequence}, which belongs to {first.episode}"
-            )
+        self._scored.setdefault(sequence, _Scored(fact, position, key, protocol))
+
+    def finish(self) -> None:
+        """Report payloads of several episodes, when all facts are entered."""
+        for repeat in self._sequences.found():
+            what = f"an episode has payload {repeat.key}, which belongs to an episode of record {repeat.first_position}"
+            self._complain("payloads", what, repeat.position)
 
     async def compare(self, bus: Bus, stream: str) -> PayloadCounts:
         """Compare every payload in the sample stream with its reported metadata."""

@@ -7,6 +7,7 @@ As `audit_updates`, this module repeats the arithmetic of the bound on purpose.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.audit_versions import Versions
@@ -37,19 +38,25 @@ class Replays:
     def __contains__(self, sample_id: str) -> bool:
         return sample_id in self.originals
 
+    def forget(self, samples: Collection[str]) -> None:
+        """Forget replayed samples of a group that has ended. Of originals everything is kept, in a run with a replay
+        log: only the fold knows which of them are in it."""
+        for sample in samples:
+            self._steps.pop(sample, None)
+
     def enter(self, fact: f.Fact) -> None:
         """Fold one fact."""
         match fact:
             case f.RunCreated() | f.RunChanged():
                 self._spec = fact.spec.replay
-            case f.EpisodeScored():
+            case f.EpisodeScored() if self._spec is not None:
                 self._scored.update((sample.sample_id, (fact.group, sample)) for sample in fact.samples)
-            case f.UpdateCommitted():
+            case f.UpdateCommitted() if self._spec is not None:
                 self._used[fact.update] = fact.used
                 for sample_id in fact.used:
                     if sample_id in self:
                         self._commit(sample_id, fact.update)
-            case f.CheckpointReported():
+            case f.CheckpointReported() if self._spec is not None:
                 for update in [update for update in self._used if update <= fact.update]:
                     self._replayable.update(self._used.pop(update))
             case f.RolledBack():
@@ -88,7 +95,7 @@ class Replays:
 
     def _check(self, sample_id: str, update: int, what: str) -> int:
         """Compare a sample with the bound of the replay log. Return its lag."""
-        steps = self._steps[sample_id]
+        steps = self._steps.get(sample_id, ())
         for span in steps:
             if self._versions.is_void(span):
                 self._complain(

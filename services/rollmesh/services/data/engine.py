@@ -14,8 +14,8 @@ from rollmesh.services.data.follower import RunFollower
 from rollmesh.services.data.selector import Selector, SourceShare
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool, read_tasks
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownStream
-from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit, UnknownTask
 from rollmesh.shared.shared_tasks import SharedTasks
@@ -146,7 +146,7 @@ class DataEngine:
     async def _open(self, run: str) -> RunFollower:
         await self._make_room()
         try:
-            ledger = await self._bus.open(run_streams(run).ledger.name)
+            ledger = await open_ledger(self._bus, run)
         except UnknownStream:
             raise UnknownRun(f"run `{run}` has no ledger; call CreateRun first", run=run) from None
         pool = self._pools[Split.TRAIN]

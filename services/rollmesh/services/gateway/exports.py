@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from google.protobuf.message import Message
 
 from rollmesh.services.gateway.payloads import EpisodeRef, read_episode, scored_ref
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.failure import encode_failure
@@ -51,7 +52,7 @@ class Exports:
     async def _open(self, run: str) -> tuple[StreamLog, StreamLog]:
         try:
             streams = run_streams(run)
-            return await self._bus.open(streams.ledger.name), await self._bus.open(streams.samples.name)
+            return await open_ledger(self._bus, run), await self._bus.open(streams.samples.name)
         except (UnknownStream, InvalidInput) as error:
             raise UnknownRun(f"run {run!r} does not exist; CreateRun first", run=run) from error
 

@@ -193,3 +193,8 @@ class ArchiveBus:
 async def open_ledger(bus: Bus, run: str) -> StreamLog:
     """Return the ledger of a run, old records included if `bus` has its archive. Raises UnknownStream, InvalidInput."""
     return await bus.open(run_streams(run).ledger.name)
+
+
+def scan_ledger(ledger: StreamLog, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
+    """Yield as `read_range`, without the evidence of archived rewards: for readers that look for something else."""
+    return ledger.scan(from_seq) if isinstance(ledger, ArchivedLedger) else ledger.read_range(from_seq)

@@ -104,9 +104,12 @@ class ArchiveFiles:
                 path=segment.path,
             ) from error
 
-    def drop_unsealed(self, num_sealed: int) -> list[Segment]:
-        """Remove the segments that the ledger does not name, and return them. Their records are in the stream."""
-        dropped = [segment for segment in self.segments() if segment.number > num_sealed]
+    def drop_unsealed(self, num_sealed: int, first_seq: int) -> list[Segment]:
+        """Remove the segments that the ledger does not name, and return them. A segment with records before
+        `first_seq`, the first one of the stream, stays: the stream may have lost its newest records, and with them the
+        fact, in a power loss."""
+        found = self.segments()
+        dropped = [segment for segment in found if segment.number > num_sealed and segment.first >= first_seq]
         for segment in dropped:
             segment.path.unlink(missing_ok=True)
         (self.folder / _PARTIAL).unlink(missing_ok=True)

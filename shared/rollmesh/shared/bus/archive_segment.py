@@ -231,6 +231,8 @@ class SegmentReader:
             for at, (record_id, lean, cut, hashed) in enumerate(columns):
                 body = _with_evidence(lean, more[at]) if at in more else lean
                 payload = _with_previous(body, cut, previous)
+                if cut < 0 and events_pb2.LedgerRecord.FromString(body).previous.hex() != previous:
+                    raise self._damaged(f"record {block.first + at} does not follow the one before")
                 is_lean = bool(hashed) and not evidence
                 previous = hashed.hex() if is_lean else record_hash(payload)
                 found.append(
@@ -244,6 +246,14 @@ class SegmentReader:
         return SegmentDamaged(
             f"archive segment {self._name} is damaged: {why}; copy it from a backup into its folder", path=self._name
         )
+
+
+def check_segment(file: BinaryIO, name: str) -> Index:
+    """Read a whole segment, and return its index. Raises SegmentDamaged, NewerFormat."""
+    reader = SegmentReader(file, name)
+    for _ in reader.records():
+        pass
+    return reader.index
 
 
 class _Format(msgspec.Struct):

@@ -22,6 +22,7 @@ import msgspec
 
 from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.plain import plain
+from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.clock import Clock
@@ -167,7 +168,7 @@ class RunFeed:
         self.problem = ""
         while not self.gone:
             try:
-                log = await self._bus.open(run_streams(self.run).ledger.name)
+                log = await open_ledger(self._bus, self.run)
                 self._target = (await log.info()).last_seq
                 if not await self._continues(log):
                     self.history = RunHistory()

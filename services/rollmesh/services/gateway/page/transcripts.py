@@ -19,6 +19,7 @@ from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.parts import LifeLine, PageParts, TokenDecoder
 from rollmesh.services.gateway.page.plain import word
 from rollmesh.services.gateway.payloads import Read, episode_ref, read_episode
+from rollmesh.shared.bus.archive_bus import open_ledger, scan_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, StreamRecord, UnknownStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.trajectory import decode_episode, decode_group_context
@@ -156,7 +157,7 @@ class Transcripts:
 
     async def _find(self, run: str, name: str, history: RunHistory) -> _Found:
         """Return what the ledger says about a sample and its group."""
-        log = await self._bus.open(run_streams(run).ledger.name)
+        log = await open_ledger(self._bus, run)
         known = history.find(name)
         if known is not None and known.sample_id == known.episode:
             raise UnknownSample(f"episode {name} ended without a sample: {known.end} {known.reason}", sample=name)
@@ -177,7 +178,7 @@ class Transcripts:
 
     async def _group_of(self, run: str, log: StreamLog, name: str) -> str:
         """Return the group of a sample that is no longer recent. Raise UnknownSample."""
-        async for record in log.read_range():
+        async for record in scan_ledger(log):
             for fact in _facts_about(record, name, run):
                 if isinstance(fact, events_pb2.EpisodeScored) and fact.samples and name in _names(fact):
                     return fact.group
@@ -187,7 +188,7 @@ class Transcripts:
 
     async def _reservation_of(self, run: str, log: StreamLog, group: str) -> int:
         """Return the record that reserved a group."""
-        async for record in log.read_range():
+        async for record in scan_ledger(log):
             for fact in _facts_about(record, group, run):
                 if isinstance(fact, events_pb2.GroupReserved) and fact.group == group:
                     return record.seq
