@@ -246,7 +246,7 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
         ("reward.finalizers=[keep_al]", r"error: `reward.finalizers\[0\]`: there is no finalizer `keep_al`; .*did you mean `keep_all`\?"),
         ("run.replay={share: 0.5}", r"`run.replay.max_staleness`: required, but not given"),
         ("run.replay={max_staleness: 8, priority: newest}", r"`run.replay.priority` must be one of fifo, advantage, return, success_per_task, compensation, got 'newest'"),
-        ("run.replay={max_staleness: 8, share: 0.01}", r"`run.replay.share` must be at least one group of batch_groups = "),
+        ("run.replay={max_staleness: 8, share: 0.01}", r"`run.replay.share` must be >= .*, one group of batch_groups = "),
         ("inference.engine.options.slots=1", r"`inference.engine`: .*unknown key; did you mean `slots_max`\?"),
         ("recipe=grpoo", r"`recipe`: there is no recipe `grpoo`; known: .*dr_grpo, .*did you mean `grpo`\?"),
         ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),

@@ -240,6 +240,10 @@ def test_the_reported_advantage_orders_the_log() -> None:
     run.publish(1)
     log = run.core.state.replay
     assert {name: entry.advantage for name, entry in log.entries.items()} == {"g0": 0.25, "g2": 0.75, "g3": 0.5}
+    state = run_state(run.core, EMPTY).replay
+    assert (state.groups, state.oldest_step, state.mean_abs_advantage) == (3, 0, 0.5), (
+        "age and priority are inspectable"
+    )
     log.vanished = 3
     assert set(replayed(run.batch(2)).values()) == {"g2.0.0", "g2.1.0"}, "one group of 4 at a share of one quarter"
 

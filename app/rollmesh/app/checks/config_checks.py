@@ -435,10 +435,10 @@ class _Check:
 
     def _memory(self, estimator: Estimator) -> None:
         """Reject an estimator with memory in a run that trains samples again, which would enter it twice."""
+        name = self._config.learner.estimator.name
         if self._config.run.replay is not None and plugin.overrides(estimator, UpdatePart.state):
             raise ConfigError(
-                f"`learner.estimator` must have no memory with `run.replay`, got {self._config.learner.estimator.name}, "
-                "because a replayed sample would enter its memory twice; use another estimator, such as grpo, or "
+                f"`learner.estimator` must have no memory with `run.replay`, got {name}, because a replayed sample would enter its memory twice; use another estimator, such as grpo, or "
                 "remove `run.replay`"
             )
 

@@ -80,7 +80,7 @@ class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether no finalizer has replaced them."""
     episode: str
     origin: Origin | None = None
-    """Of a replayed sample."""
+    """The original of a replayed sample; None for all others."""
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
 
