@@ -438,8 +438,8 @@ class _Check:
         name = self._config.learner.estimator.name
         if self._config.run.replay is not None and plugin.overrides(estimator, UpdatePart.state):
             raise ConfigError(
-                f"`learner.estimator` must have no memory with `run.replay`, got {name}, because a replayed sample would enter its memory twice; use another estimator, such as grpo, or "
-                "remove `run.replay`"
+                f"`learner.estimator` must have no memory with `run.replay`, got {name}, because a replayed sample "
+                "would enter its memory twice; use another estimator, such as grpo, or remove `run.replay`"
             )
 
     def _evaluation(self, pools: dict[Split, TaskPool]) -> None:
