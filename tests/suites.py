@@ -65,6 +65,10 @@ SUITES = {
         "chaos with 64 programs at once as agents, over four workers, with kills of programs too",
         "$PYTHON -m tests.chaos --programs --faults 8 --limit-s 600 --rounds $ROUNDS --seed $SEED --parallel $PARALLEL",
     ),
+    "chaos-replay": Suite(
+        "chaos with a replay log, of which half of each batch is",
+        "$PYTHON -m tests.chaos --replay --rounds $ROUNDS --seed $SEED --parallel $PARALLEL",
+    ),
     "client-curves": Suite(
         "clients for 40 updates and three seeds; print held-out success",
         _NPM_CLIENTS + "$PYTHON -m tests.clients",

@@ -29,7 +29,7 @@ from .plan import CLUSTER_VICTIMS, PROGRAM_VICTIMS, draw
 from .programs import program_config
 from .round import Outcome, play
 from .table import by_victim, to_text, totals
-from .world import save_model_folder
+from .world import save_model_folder, with_replay
 
 CONFIG = Path(__file__).parent / "rounds.yaml"
 _MAKE_MODEL_S_MAX = 900.0
@@ -55,6 +55,7 @@ def _parse() -> argparse.Namespace:
         action="store_true",
         help="streams on three NATS servers; one at a time is killed, stopped or cut off",
     )
+    parser.add_argument("--replay", action="store_true", help="half of each batch is replayed")
     parser.add_argument("--json", type=Path, help="file for the report as JSON")
     parser.add_argument("--keep", action="store_true", help="keep the folders of rounds that held, too")
     return parser.parse_args()
@@ -67,6 +68,8 @@ async def _run(options: argparse.Namespace) -> list[Outcome]:
         if options.programs
         else await _config(out, options.model, cluster=options.cluster)
     )
+    if options.replay:
+        config = with_replay(config)
     room = asyncio.Semaphore(options.parallel)
 
     async def one(seed: int) -> Outcome:

@@ -314,16 +314,17 @@ class _Round:
         trained = list(read_trained(find_list(self.command.run_dir / "checkpoints")))
         _check(audit, trained_updates=len(trained), updates=self._config.run.updates_max)
         ids = [sample for update in trained for sample in update.sample_ids]
-        if not len(ids) == len(set(ids)) == samples.trained:
-            raise RoundFailed(
-                f"the final list has {len(ids)} samples, {len(set(ids))} different; the ledger {samples.trained}"
-            )
+        ledger = samples.trained + (audit.replay.samples.trained if audit.replay is not None else 0)
+        if not len(ids) == len(set(ids)) == ledger:
+            raise RoundFailed(f"the final list has {len(ids)} samples, {len(set(ids))} different; the ledger {ledger}")
         drops = any(finalizer.name == DROPPER for finalizer in self._config.reward.finalizers)
         if drops and not audit.reasons.get(f"filtered/{DROPPED}"):
             raise RoundFailed(f"the finalizer has dropped no member: {audit.reasons}")
         if self._programs is not None:
             self._programs.check(ids, at_once=at_once_min(self._config))
-        out.lags = check_witness(self.command.run_dir, trained, eta=self._config.run.max_staleness)
+        run = self._config.run
+        bound = run.replay.spec().bound.max_staleness if run.replay is not None else None
+        out.lags = check_witness(self.command.run_dir, trained, eta=run.max_staleness, replay_bound=bound)
 
     async def _audit(self) -> AuditReport:
         """Run `rollmesh audit`."""
@@ -363,7 +364,8 @@ def _check(audit: AuditReport, *, trained_updates: int, updates: int) -> None:
         raise RoundFailed(f"the audit does not hold: {audit.to_text()}")
     if not audit.updates == trained_updates == updates:
         raise RoundFailed(f"{updates} updates were to be; {audit.updates} stand, {trained_updates} are in the weights")
-    for counts in (audit.samples, audit.eval_samples):
+    replayed = (audit.replay.samples,) if audit.replay is not None else ()
+    for counts in (audit.samples, audit.eval_samples, *replayed):
         numbers = msgspec.structs.asdict(counts)
         if counts.live or counts.reserved != sum(num for name, num in numbers.items() if name != "reserved"):
             raise RoundFailed(f"samples are not conserved: {counts}")

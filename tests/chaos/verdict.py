@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from rollmesh.v1 import run_pb2
 
 from .trainer import WITNESS, Witnessed
 from .world import World
+
+_REPLAYED = re.compile(r"r\d+\.\d+")
+"""Ids of replayed samples."""
 
 
 @dataclass(frozen=True)
@@ -72,16 +76,24 @@ def _check_accounts(state: run_pb2.RunState) -> None:
         assert counts.reserved == sum(ends), counts
 
 
-def check_witness(run_dir: Path, trained: list[TrainedUpdate], *, eta: int) -> dict[int, int]:
-    """Return the staleness of the samples in the final weights, from the payloads only."""
+def check_witness(
+    run_dir: Path, trained: list[TrainedUpdate], *, eta: int, replay_bound: int | None = None
+) -> dict[int, int]:
+    """Return the staleness of the samples in the final weights, from the payloads only. Replayed ones are checked by
+    their own bound, and are not returned."""
     lines = (run_dir / WITNESS).read_bytes().splitlines()
     seen = [msgspec.json.decode(line, type=Witnessed) for line in lines]
     assert not sum(witnessed.num_forged for witnessed in seen), "tokens that their stamped weights do not draw"
     made = {(witnessed.update, frozenset(witnessed.sample_ids)): witnessed for witnessed in seen}
     lags: Counter[int] = Counter()
+    replayed: Counter[int] = Counter()
     for line in trained:
         witnessed = made[line.update, frozenset(line.sample_ids)]
-        lags.update(line.update - 1 - step for step in witnessed.steps)
+        for name, step in zip(witnessed.sample_ids, witnessed.steps, strict=True):
+            (replayed if _REPLAYED.fullmatch(name) else lags)[line.update - 1 - step] += 1
     assert min(lags) >= 0
     assert max(lags) <= eta
+    if replay_bound is not None:
+        assert replayed, "no sample was replayed"
+        assert 1 <= min(replayed) <= max(replayed) <= replay_bound, replayed
     return dict(lags)

@@ -17,7 +17,7 @@ import msgspec
 
 from rollmesh.app.config import TrainConfig
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.mesh.config import MeshConfig
+from rollmesh.mesh.config import MeshConfig, ReplayConfig
 from rollmesh.mesh.process_events import ProcessEvent
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import LOGS, Supervisor
@@ -91,6 +91,14 @@ def mesh_config(
             },
         },
     )  # fmt: skip
+
+
+REPLAY = ReplayConfig(max_staleness=6, share=0.5, capacity_groups=16)
+
+
+def with_replay(config: TrainConfig) -> TrainConfig:
+    """Return the configuration with a replay log, of which half of each batch is."""
+    return msgspec.structs.replace(config, run=msgspec.structs.replace(config.run, replay=REPLAY))
 
 
 def paced(made: MeshConfig) -> MeshConfig:

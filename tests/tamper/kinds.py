@@ -326,6 +326,23 @@ def steps_of(step: int, incarnation: int) -> Callable[[random.Random, Any, RealR
     return lambda rng, fact, run: _meta(fact, steps=(StepSpan(step=step, incarnation=incarnation, num_tokens=1),))
 
 
+def replay_another(rng: random.Random, fact: f.SamplesReplayed, run: RealRun) -> f.SamplesReplayed:
+    """Name a sample of another group as the original."""
+    others = [
+        each.samples[0].sample_id
+        for raw in run.records
+        for each in decode_record(raw.payload).facts
+        if isinstance(each, f.EpisodeScored) and each.group != fact.original_group
+    ]
+    return change(fact, samples=(change(fact.samples[0], original_id=rng.choice(others)), *fact.samples[1:]))
+
+
+def replay_stamped(rng: random.Random, fact: f.SamplesReplayed, run: RealRun) -> f.SamplesReplayed:
+    """Give a replayed sample newer versions than its original has."""
+    steps = tuple(change(span, step=span.step + 1) for span in fact.samples[0].steps)
+    return change(fact, samples=(change(fact.samples[0], steps=steps), *fact.samples[1:]))
+
+
 def foreign(_: random.Random, run: RealRun) -> Copy:
     """Return the ledger with another name of the run, which is what the ledger of another run is for an audit."""
     first = decode_record(run.records[0].payload)
@@ -370,6 +387,9 @@ CONTRADICTIONS: dict[str, Kind] = {
     "a checkpoint of an update never committed": facts_changed(
         f.CheckpointReported, lambda _, x, __: change(x, update=10**6)
     ),
+    "a replayed sample of another original": facts_changed(f.SamplesReplayed, replay_another),
+    "a replayed sample with other versions": facts_changed(f.SamplesReplayed, replay_stamped),
+    "a replay removed": facts_changed(f.SamplesReplayed, lambda *_: None),
     "a change that is not listed": facts_changed(f.RunChanged, unlisted),
     "a payload reference of nothing": facts_changed(
         f.EpisodeScored, lambda _, x, __: change(x, payload=change(x.payload, sequence=0))

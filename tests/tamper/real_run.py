@@ -67,9 +67,10 @@ class RealRun:
 
 
 async def resumed(folder: Path, model: Path) -> RealRun:
-    """A run that stops in the middle, loses its newest checkpoint, and is resumed under another limit: it rolls back,
-    and has a second trainer."""
-    run = GEOMETRY | {"eval_every": 2, "eval_tasks": 2, "eval_s_max": 1.0}
+    """A run with a replay log that stops in the middle, loses its newest checkpoint, and is resumed under another
+    limit: it rolls back, and has a second trainer."""
+    replay = {"max_staleness": "unlimited", "share": 0.5, "capacity_groups": 8}
+    run = GEOMETRY | {"replay": replay} | {"eval_every": 2, "eval_tasks": 2, "eval_s_max": 1.0}
     async with Mesh(_stream_config(model, **run, updates_max=50), run_dir=folder) as mesh:
         await Operator(mesh).until(lambda s: policy(s).checkpoint_update >= 3)
     shutil.rmtree(list_checkpoints(folder / "checkpoints")[-1])

@@ -2265,12 +2265,20 @@ class ReplayState(_message.Message):
     TOKENS_TRAINED_FIELD_NUMBER: _builtins.int
     GROUPS_FIELD_NUMBER: _builtins.int
     LOG_SAMPLES_FIELD_NUMBER: _builtins.int
+    OLDEST_STEP_FIELD_NUMBER: _builtins.int
+    MEAN_ABS_ADVANTAGE_FIELD_NUMBER: _builtins.int
     tokens_trained: _builtins.int
     """Number of trained tokens of replayed samples. PolicyState.tokens_trained omits them."""
     groups: _builtins.int
     """Groups in the log."""
     log_samples: _builtins.int
     """Samples in the log."""
+    oldest_step: _builtins.int
+    """Oldest step among their trained tokens; -1 if there are none."""
+    mean_abs_advantage: _builtins.float
+    """Mean over the groups in the log of their mean absolute advantage, as the trainer reported it, or else the mean absolute deviation of
+    the success reward.
+    """
     @_builtins.property
     def samples(self) -> Global___SampleCounts:
         """Counts of replayed samples."""
@@ -2287,10 +2295,12 @@ class ReplayState(_message.Message):
         tokens_trained: _builtins.int = ...,
         groups: _builtins.int = ...,
         log_samples: _builtins.int = ...,
+        oldest_step: _builtins.int = ...,
+        mean_abs_advantage: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "log_samples", b"log_samples", "samples", b"samples", "tokens_trained", b"tokens_trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "log_samples", b"log_samples", "mean_abs_advantage", b"mean_abs_advantage", "oldest_step", b"oldest_step", "samples", b"samples", "tokens_trained", b"tokens_trained", "trained_by_staleness", b"trained_by_staleness"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -246,6 +246,9 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
         ("run.group_size=1", r"error: `run.group_size` must be >= 2 for the estimator grpo, got 1"),
         ("learner.estimator=mc_grpo", r"error: `run.group_size` must be odd and >= 3 for the estimator mc_grpo, got 16"),
         ("reward.finalizers=[keep_al]", r"error: `reward.finalizers\[0\]`: there is no finalizer `keep_al`; .*did you mean `keep_all`\?"),
+        ("run.replay={share: 0.5}", r"`run.replay.max_staleness`: required, but not given"),
+        ("run.replay={max_staleness: 8, priority: newest}", r"`run.replay.priority` must be one of fifo, advantage, return, success_per_task, compensation, got 'newest'"),
+        ("run.replay={max_staleness: 8, share: 0.01}", r"`run.replay.share` must be >= .*, one group of batch_groups = "),
         ("inference.engine.options.slots=1", r"`inference.engine`: .*unknown key; did you mean `slots_max`\?"),
         ("recipe=grpoo", r"`recipe`: there is no recipe `grpoo`; known: .*dr_grpo, .*did you mean `grpo`\?"),
         ("learner.optimizer.lrr=1", r"`learner.optimizer.lrr`: unknown key; did you mean `lr`\?"),
@@ -257,6 +260,13 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
 )  # fmt: skip
 def test_mistake_in_a_setting_is_reported_with_its_place_and_remedy(override: str, expected: str) -> None:
     assert re.search(expected, refused("check", str(DEMO_CONFIG), FEW_TASKS, override))
+
+
+def test_an_estimator_with_memory_is_rejected_with_a_replay_log() -> None:
+    replay = ("learner.estimator=risk_po", "run.replay={max_staleness: unlimited}")
+    assert "`learner.estimator` must have no memory with `run.replay`, got risk_po" in refused(
+        "check", str(DEMO_CONFIG), *replay
+    )
 
 
 def test_recipe_that_needs_an_output_of_another_engine_is_rejected_with_a_remedy() -> None:

@@ -10,7 +10,9 @@ import pytest
 
 from rollmesh.services.coordinator.config import RunLimits
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.housekeeping import Housekeeper, retained
+from rollmesh.services.coordinator.core.facts import PayloadRef, Purpose, Task
+from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState, ReplayEntry
+from rollmesh.services.coordinator.housekeeping import Housekeeper, lowest_live, retained
 from rollmesh.services.coordinator.snapshots import SnapshotStore
 from rollmesh.shared.bus.bus import UnknownRecord
 from rollmesh.shared.bus.payload_bus import PayloadBus, SampleStream
@@ -91,3 +93,55 @@ async def test_a_full_disk_delays_no_removal(
     monkeypatch.setattr(PayloadFiles, "keep", full)
     assert await kept(tmp_path, 1.0) == []
     assert "payloads not kept: run=r" in caplog.text
+
+
+async def test_payloads_of_the_replay_log_are_read_until_neither_the_log_nor_a_group_has_them(tmp_path: Path) -> None:
+    bus = PayloadBus(MemoryBus(), tmp_path / "payloads", write=True, bytes_max=1 << 20)
+    samples = await bus.create(run_streams("r").samples)
+    at = [await samples.append(b"payload %d" % number, msg_id=str(number)) for number in range(3)]
+    assert isinstance(samples, SampleStream)
+    assert samples.files is not None
+    driver: Any = Driver()
+    state = driver.core.state
+    held, replayed = (_entry(f"g{number}", at[number]) for number in (1, 2))
+    state.replay.entries = {"g1": held}
+    state.groups["r0"] = replayed.group
+    store = SnapshotStore(tmp_path / "snapshots")
+    keeper = Housekeeper(driver, store, samples, clock=SystemClock(), limits=RunLimits(), position=0)
+    await keeper.purge()
+    assert [await _read(samples, one) for one in at] == [b"payload 0", b"payload 1", b"payload 2"], "a group is live"
+    state.replay.entries["g2"] = replayed
+    del state.groups["r0"]
+    await keeper.purge()
+    assert file_of(at[0]) not in samples.files.sizes()
+    assert [await _read(samples, one) for one in at] == [None, b"payload 1", b"payload 2"]
+    state.groups["r0"] = replayed.group
+    state.replay.entries = {}
+    await keeper.purge()
+    assert [await _read(samples, one) for one in at] == [None, None, b"payload 2"]
+    state.groups.clear()
+    await keeper.purge()
+    assert await _read(samples, at[2]) is None
+
+
+def _entry(name: str, sequence: int) -> ReplayEntry:
+    episode = EpisodeState(episode=f"{name}.0", status=EpisodeStatus.SCORED, payload=PayloadRef(sequence=sequence))
+    group = GroupState(
+        group=name, number=0, purpose=Purpose.REPLAY, policy="main", task=Task(task_id="t"), draw=0, update_intended=0,
+        step_min=0, incarnation_min=0, episodes={episode.episode: episode},
+    )  # fmt: skip
+    return ReplayEntry(group=group, sample_ids=(), advantage=0.0)
+
+
+async def _read(samples: SampleStream, sequence: int) -> bytes | None:
+    try:
+        return (await samples.read_direct(sequence)).payload
+    except UnknownRecord:
+        return None
+
+
+def test_a_stream_is_not_purged_from_the_oldest_payload_of_the_replay_log_on() -> None:
+    state = CoreRun().core.state
+    state.replay.entries = {"g0": _entry("g0", 7)}
+    state.groups["g1"] = _entry("g1", 9).group
+    assert lowest_live(state) == 7

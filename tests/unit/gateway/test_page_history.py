@@ -63,6 +63,20 @@ def test_an_update_has_its_staleness_rewards_and_measurements() -> None:
     assert records.history.recent[0].update == 4
 
 
+def test_replayed_samples_have_their_own_staleness() -> None:
+    records = Records()
+    samples = records.group("g0", [1.0], step=0)
+    records.train(1, ["g0"], samples)
+    records.add(checkpoint_reported=ev.CheckpointReported(update=1))
+    again = ev.ReplayedSample(sample_id="r0.0", original_id="g0.0-0", steps=[types_pb2.StepSpan(step=0, num_tokens=5)])
+    records.add(samples_replayed=ev.SamplesReplayed(group="r0", original_group="g0", samples=[again], update=4))
+    fresh = records.group("g1", [0.0], step=3)
+    records.train(4, ["g1", "r0"], [*fresh, "r0.0"])
+    first, second = records.history.updates
+    assert (first.lags, first.replayed) == ({0: 1}, {})
+    assert (second.lags, second.replayed, second.ends) == ({0: 1}, {3: 1}, {"used": 1})
+
+
 def test_samples_that_end_otherwise_are_counted_at_the_next_update() -> None:
     records = Records()
     used, stale = records.group("g0", [1.0], step=0), records.group("g1", [0.0, 0.0], step=0)

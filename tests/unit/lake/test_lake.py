@@ -30,6 +30,7 @@ from tests.tamper.ledger_copy import made, store
 
 from ..coordinator.core_run import CoreRun
 from ..coordinator.test_audit import honest, rolled_back
+from ..coordinator.test_core_replay import Replaying
 
 Rows = list[dict[str, Any]]
 
@@ -119,12 +120,22 @@ def times_of(folder: Path) -> dict[Path, int]:
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*.parquet")}
 
 
-@pytest.mark.parametrize("make", [honest, rolled_back, mixed])
+def replaying() -> CoreRun:
+    """Three updates, of which two train samples again."""
+    run = Replaying()
+    for update in (1, 2, 3):
+        run.step(update)
+    return run
+
+
+@pytest.mark.parametrize("make", [honest, rolled_back, mixed, replaying])
 async def test_every_ended_sample_is_one_row_by_the_counts_of_the_audit(make: Any, tmp_path: Path) -> None:
     bus = await bus_of(make())
     result, audit, rows = await export_samples(bus, "r", tmp_path), await audit_run(bus, "r"), rows_of(tmp_path)
     assert audit.holds
     ends = msgspec.structs.asdict(audit.samples)
+    for end, num in msgspec.structs.asdict(audit.replay.samples).items() if audit.replay is not None else ():
+        ends[end] += num
     assert result.num_live == ends.pop("live")
     assert len(rows) + result.num_live == ends.pop("reserved")
     counted = {end: sum(row["ended_as"] == end for row in rows) for end in ends}
@@ -152,7 +163,20 @@ async def test_a_row_has_the_tokens_of_the_payload_and_the_lineage_of_the_ledger
     assert row["loss_mask"] == [0] * 4 + [1] * 4
 
 
-@pytest.mark.parametrize("make", [honest, rolled_back, mixed])
+async def test_a_replayed_sample_is_a_row_that_names_its_original(tmp_path: Path) -> None:
+    await export_samples(await bus_of(replaying()), "r", tmp_path)
+    rows = {row["sample_id"]: row for row in rows_of(tmp_path)}
+    again = [row for row in rows.values() if row["replay_of"]]
+    assert len(again) == 8
+    for row in again:
+        original = rows[row["replay_of"]]
+        assert (row["purpose"], row["ended_as"], row["stored"]) == ("replay", "trained", False)
+        assert (original["purpose"], original["stored"], original["replay_of"]) == ("train", True, None)
+        assert row["steps"] == original["steps"]
+        assert row["staleness"] == int(row["update"]) - 1 - original["steps"][0]["step"]
+
+
+@pytest.mark.parametrize("make", [honest, rolled_back, mixed, replaying])
 async def test_exports_in_between_give_the_same_rows_as_one_export(make: Any, tmp_path: Path) -> None:
     run = make()
     whole = await bus_of(run)

@@ -88,6 +88,23 @@ def test_a_sample_has_its_path_the_sampling_parameters_and_the_lease_s_rewards()
     assert (sample.group, sample.task) == ("g", "t")
 
 
+def test_a_replayed_sample_has_its_new_id_and_the_payload_of_its_original() -> None:
+    made = episode("e", given(-1), sampled(0, 3))
+    again = leased(made, staleness=7)
+    again.meta.sample_id, again.replay_of, again.group = "r0.0", "e", "r0"
+    joined = assembler([again])
+    joined.add(run_pb2.FetchSamplesResponse(episode=encode_episode(made), sample_ids=["r0.0"]))
+    batch = joined.finish()
+    assert not batch.unreadable
+    (sample,) = decode_batch(batch).samples
+    assert (sample.sample.sample_id, sample.group, sample.staleness) == ("r0.0", "r0", 7)
+    assert [segment.token_ids.tolist() for segment in sample.segments] == [[1, 2], [5, 6, 7]]
+    again.meta.steps[0].step = 4
+    other = assembler([again])
+    other.add(run_pb2.FetchSamplesResponse(episode=encode_episode(made), sample_ids=["r0.0"]))
+    assert other.finish().unreadable == {"r0.0": "METADATA_MISMATCH"}
+
+
 def test_the_mask_takes_the_loss_of_older_tokens_of_the_policy_and_of_nothing_else() -> None:
     made = episode(
         "e",

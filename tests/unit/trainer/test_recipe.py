@@ -170,8 +170,8 @@ def test_the_command_lists_the_recipes_with_their_files() -> None:
     by_name = {one["name"]: one for one in found}
     assert (by_name["gdpo"]["seeds"], by_name["gdpo"]["status"]) == (["S015"], "works")
     assert {f"S{number:03}" for number in range(15, 44)} <= {seed for one in found for seed in one["seeds"]}
-    assert by_name["grpo_tis"]["status"] == "partial"
-    assert by_name["grpo_tis"]["missing"]
+    assert by_name["rapo"]["status"] == "partial"
+    assert by_name["rapo"]["missing"]
     assert all(Path(one["file"]).is_file() for one in found)
     assert by_name["mssr"]["needs"] == {
         "outputs": [],

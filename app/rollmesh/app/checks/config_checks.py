@@ -47,12 +47,14 @@ from rollmesh.services.sandbox.engine import ENGINES
 from rollmesh.services.sandbox.languages import declared_commands
 from rollmesh.services.sandbox.oracle.manifest import PROFILE, TIME_LIMITS_MAX
 from rollmesh.shared.bus.embedded_server import find_binary
+from rollmesh.shared.config import plugin
 from rollmesh.shared.config.loader import all_in_one, underlay_places
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.outputs import array_names, output_of
 from rollmesh.shared.endpoints.config import check_endpoint
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, UnknownOracle, at_key, located_at
-from rollmesh.trainer.estimators import make_estimator
+from rollmesh.trainer.estimators import Estimator, make_estimator
+from rollmesh.trainer.part import UpdatePart
 
 if TYPE_CHECKING:  # it imports torch
     from rollmesh.trainer.plugins import Plugins
@@ -283,7 +285,7 @@ class _Check:
             self._evaluation(pools)
         self._rewards(tasks if pools else None)
         with self._collected("learner.estimator"):
-            make_estimator(config.learner.estimator, config.reward.weights, base_dir)
+            self._memory(make_estimator(config.learner.estimator, config.reward.weights, base_dir))
         with self._collected("security"):
             open_tls(config.security, base_dir=base_dir)
             if config.security.token_file:
@@ -430,6 +432,15 @@ class _Check:
             yield
         except ValueError as err:
             self.mistakes.append(ConfigError(str(err), key=key))
+
+    def _memory(self, estimator: Estimator) -> None:
+        """Reject an estimator with memory in a run that trains samples again, which would enter it twice."""
+        name = self._config.learner.estimator.name
+        if self._config.run.replay is not None and plugin.overrides(estimator, UpdatePart.state):
+            raise ConfigError(
+                f"`learner.estimator` must have no memory with `run.replay`, got {name}, because a replayed sample "
+                "would enter its memory twice; use another estimator, such as grpo, or remove `run.replay`"
+            )
 
     def _evaluation(self, pools: dict[Split, TaskPool]) -> None:
         run = self._config.run

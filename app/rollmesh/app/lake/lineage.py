@@ -35,6 +35,8 @@ class SampleLineage:
     """None if the episode ended without samples."""
     payload: f.PayloadRef
     """Its sequence is 0 if there is none."""
+    replay_of: str = ""
+    """Its original if it is a replayed sample. The row of the original has the episode, the task and the tokens."""
     reserved_s: float
     scored_s: float | None = None
     """Times are seconds since 1970."""
@@ -162,6 +164,8 @@ class Lineage:
                 yield self._without_samples(fact)
             case f.EpisodeScored():
                 self._score(fact)
+            case f.SamplesReplayed():
+                self._replay(fact)
             case f.GroupFinalized():
                 yield from self._finalize(fact)
             case f.SamplesEnded():
@@ -208,6 +212,20 @@ class Lineage:
             )
             group.members.add(meta.sample_id)
         self._close(group, 1 - len(fact.samples))
+
+    def _replay(self, fact: f.SamplesReplayed) -> None:
+        made = f.GroupReserved(group=fact.group, purpose=f.Purpose.REPLAY)
+        group = self._groups.setdefault(fact.group, _LiveGroup(fact=made, reserved_s=self._now_s, num_open=0))
+        group.num_open += len(fact.samples)
+        for sample in fact.samples:
+            self._live[sample.sample_id] = SampleLineage(
+                group=group.fact,
+                episode="",
+                meta=f.SampleMeta(sample_id=sample.sample_id, steps=sample.steps),
+                payload=f.PayloadRef(),
+                replay_of=sample.original_id,
+                reserved_s=self._now_s,
+            )
 
     def _finalize(self, fact: f.GroupFinalized) -> Iterator[SampleLineage]:
         for adjusted in fact.adjusted:

@@ -297,6 +297,8 @@ def run_table(config: TrainConfig, recorder: RunRecorder) -> Table:
         rows.append(("", Text("  ".join(labels), style="dim")))
     rows.append(("reward", _rewards(series)))
     rows.append(("staleness", _staleness(now, config.run.max_staleness)))
+    if now.replay:
+        rows.append(("replayed", _replayed(now)))
     rows.append(("samples", _samples(now)))
     if learner := learner_text(recorder.metrics):
         rows.append(("learner", Text(learner)))
@@ -374,6 +376,13 @@ def _staleness(now: Point, bound: int) -> Text:
             f" {share:.0%}   "
         )
     return text.append(f"(bound {bound})", style="dim")
+
+
+def _replayed(now: Point) -> Text:
+    counts = {name: num for name, num in now.replay.items() if num or name == "trained"}
+    lags = [lag for lag, num in now.replayed_by_staleness.items() if num]
+    text = Text(", ".join(f"{num:,} {name}" for name, num in counts.items()))
+    return text.append(f"   staleness up to {max(lags)}" if lags else "", style="dim")
 
 
 def _samples(now: Point) -> Text:

@@ -136,6 +136,12 @@ def _sample_table(summary: Summary) -> str:
         rows.append([end, f"{count:,}", f"{count / reserved:.1%}"])
         details = sorted(item for item in summary.reasons.items() if item[0].startswith(f"{end}/"))
         rows += [[f"\u2003{name.partition('/')[2]}", f"{n:,}", f"{n / reserved:.1%}"] for name, n in details]
+    if summary.replay:
+        most = max((lag for lag, num in summary.replayed_by_staleness.items() if num), default=None)
+        age = "" if most is None else f", largest staleness {most}"
+        rows += [
+            [f"replayed: {end}{age if end == 'trained' else ''}", f"{n:,}", ""] for end, n in summary.replay.items()
+        ]
     return _table(["", "samples", "share"], rows)
 
 

@@ -42,6 +42,10 @@ class Point(msgspec.Struct, frozen=True, kw_only=True, tag="point", tag_field="k
     tokens_trained: int = 0
     trained_by_staleness: dict[int, int] = {}
     """Trained samples by staleness at their update; -1 counts those without tokens of the policy."""
+    replay: dict[str, int] = {}
+    """Number of replayed samples as in `samples`; empty in a run without replay."""
+    replayed_by_staleness: dict[int, int] = {}
+    """Trained replayed samples by staleness at their update, which `trained_by_staleness` does not have."""
     waiting: dict[str, str] = {}
     stalled: str = ""
     """Why the run is stalled; empty while it makes progress."""

@@ -61,6 +61,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     reasons: dict[str, int]
     trained_by_staleness: dict[int, int]
     """Trained samples by staleness at their update; -1 counts those without tokens of the policy."""
+    replay: dict[str, int] = {}
+    """Number of replayed samples: reserved = live + all ends; empty in a run without replay."""
+    replayed_by_staleness: dict[int, int] = {}
+    """Trained replayed samples by staleness at their update."""
     learner_seconds: dict[str, float]
     """Seconds of the learner by phase."""
     reward_divergences: list[Divergence] = []
@@ -107,6 +111,8 @@ def summarize(
         samples=last.samples,
         reasons=last.reasons,
         trained_by_staleness=dict(sorted(last.trained_by_staleness.items())),
+        replay=last.replay,
+        replayed_by_staleness=dict(sorted(last.replayed_by_staleness.items())),
         learner_seconds=learner_seconds(folder.metrics),
         reward_divergences=divergences(metrics, config.reward.weights),
         source_shares=source_shares(config.data.selector, metrics, num_draws=num_draws),

@@ -186,6 +186,8 @@ def point_of(state: run_pb2.RunState, time_s: float) -> Point:
         tokens_generated=policy.tokens_generated,
         tokens_trained=policy.tokens_trained,
         trained_by_staleness=dict(policy.trained_by_staleness),
+        replay={name: getattr(state.replay.samples, name) for name in names} if state.HasField("replay") else {},
+        replayed_by_staleness=dict(state.replay.trained_by_staleness),
         waiting=dict(state.waiting),
         stalled=state.stalled,
         ended=state.ended,

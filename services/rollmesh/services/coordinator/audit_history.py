@@ -46,12 +46,15 @@ def _lines(history: _History, record: StoredRecord) -> Iterator[HistoryLine]:
 
 
 def _origin(record: StoredRecord, name: str) -> tuple[str, str] | None:
-    """Return (group, episode) of a sample or episode if a fact of the record has it."""
+    """Return (group, episode) of a sample or episode if a fact of the record has it; empty texts for a replayed sample,
+    whose original has them."""
     for fact in record.facts:
         if isinstance(fact, f.EpisodeScored) and name in (fact.episode, *(s.sample_id for s in fact.samples)):
             return fact.group, fact.episode
         if isinstance(fact, f.EpisodeLeased | f.EpisodeEnded) and fact.episode == name:
             return fact.group, fact.episode
+        if isinstance(fact, f.SamplesReplayed) and name in [sample.sample_id for sample in fact.samples]:
+            return "", ""
     return None
 
 
@@ -78,6 +81,8 @@ class _History:
             self._submitted |= dict.fromkeys((group.key for group in fact.groups), fact)
         elif isinstance(fact, f.SamplesEnded) and self._sample in fact.sample_ids:
             yield f"ended: {fact.end.name.lower()} {fact.reason}".rstrip()
+        elif isinstance(fact, f.SamplesReplayed):
+            yield from self._replay_fact(fact)
         else:
             yield from self._batch_fact(fact)
             yield from self._update_fact(fact)
@@ -121,6 +126,15 @@ class _History:
                 yield (
                     f"scored: {steps or 'no POLICY tokens'}; {rewards or 'no reward'}; payload {fact.payload.sequence}"
                 )
+
+    def _replay_fact(self, fact: f.SamplesReplayed) -> Iterator[str]:
+        for sample in fact.samples:
+            if sample.sample_id == self._sample:
+                steps = ", ".join(f"{s.num_tokens} tokens of step {s.step}.{s.incarnation}" for s in sample.steps)
+                what = f"replays {sample.original_id} of group {fact.original_group} for update {fact.update}"
+                yield f"{what}: {steps or 'no POLICY tokens'}"
+            elif sample.original_id == self._sample:
+                yield f"replayed as {sample.sample_id} for update {fact.update}"
 
     def _batch_fact(self, fact: f.Fact) -> Iterator[str]:
         if isinstance(fact, f.BatchLeased) and self._sample in fact.sample_ids:

@@ -13,7 +13,7 @@ SAMPLES = gauge(
     "rollmesh_coordinator_samples",
     "Reserved samples by state: live, or their end. Their sum only grows; a roll-back moves trained to stale.",
     "run", "purpose", "end",
-    purpose=("train", "eval"), end=[end.name.lower() for end in SampleEnd],
+    purpose=("train", "eval", "replay"), end=[end.name.lower() for end in SampleEnd],
 )  # fmt: skip
 DROPPED = gauge("rollmesh_coordinator_samples_by_reason", "Samples that ended, by end and reason.", "run", "reason")
 GROUPS = gauge("rollmesh_coordinator_groups", "Training groups by state.", "run", "state", state=GROUP_STATES)
@@ -52,6 +52,13 @@ STALENESS = histogram(
     "run",
     buckets=(0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 32.0),
 )
+REPLAY_STALENESS = histogram(
+    "rollmesh_coordinator_replayed_staleness_updates",
+    "Replayed samples of committed updates by staleness, which the metric of trained samples does not count.",
+    "run",
+    buckets=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
+)
+REPLAY_GROUPS = gauge("rollmesh_coordinator_replay_log_groups", "Groups in the replay log.", "run")
 STEP = gauge(
     "rollmesh_coordinator_step", "The policy's steps: applied, published (-1: none), checkpoint.", "run", "state",
     state=("applied", "published", "checkpoint"),
@@ -104,7 +111,7 @@ NODE_CHANGES = counter(
     kind=_KINDS, state=_NODE_STATES,
 )  # fmt: skip
 METRICS = (
-    SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, STEP, TOKENS, REWARD,
-    HELDOUT,
+    SAMPLES, DROPPED, GROUPS, AHEAD, LEASES, PENDING, WAITING, ACQUIRE_SECONDS, STALENESS, REPLAY_STALENESS,
+    REPLAY_GROUPS, STEP, TOKENS, REWARD, HELDOUT,
     IDLE_SECONDS, STALLED, REJECTED, FAILED_ATTEMPTS, POSITION, LEDGER_USED, APPEND_SECONDS, NODES, NODE_CHANGES,
 )  # fmt: skip

@@ -21,6 +21,8 @@ from rollmesh.services.coordinator.metrics import (
     PENDING,
     POSITION,
     REJECTED,
+    REPLAY_GROUPS,
+    REPLAY_STALENESS,
     REWARD,
     SAMPLES,
     STALENESS,
@@ -56,6 +58,7 @@ def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
         *_samples(run, core.state.counters, "train"),
         *_samples(run, core.state.eval_counters, "eval"),
         *(one for name, source in core.state.foreign.items() for one in _samples(run, source.counters, name)),
+        *_replay(run, core.state),
         *(Reading(DROPPED, num, (run, reason)) for reason, num in state.samples.reasons.items()),
         *(Reading(GROUPS, policy.groups.get(phase, 0), (run, phase)) for phase in GROUP_STATES),
         *(
@@ -87,6 +90,17 @@ def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:
     return [
         Reading(SAMPLES, counters.live, (run, purpose, "live")),
         *(Reading(SAMPLES, num, (run, purpose, end)) for end, num in ends.items()),
+    ]
+
+
+def _replay(run: str, state: State) -> list[Reading]:
+    if state.the_spec.replay is None:
+        return []
+    lags = {lag: num for lag, num in state.replay.trained_by_staleness.items() if lag >= 0}
+    return [
+        *_samples(run, state.replay.counters, "replay"),
+        Reading(REPLAY_STALENESS, lags, (run,)),
+        Reading(REPLAY_GROUPS, len(state.replay.entries), (run,)),
     ]
 
 

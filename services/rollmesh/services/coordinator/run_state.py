@@ -65,12 +65,16 @@ def run_state(core: Core, head: LedgerHead) -> pb.RunState:
 
 def _replay(state: State) -> pb.ReplayState:
     log = state.replay
+    entries = log.entries.values()
+    steps = [s.step for e in entries for name in e.sample_ids for s in e.group.samples[name].meta.steps]
     return pb.ReplayState(
         samples=sample_counts(log.counters),
         trained_by_staleness=log.trained_by_staleness,
         tokens_trained=log.tokens_trained,
-        groups=len(log.entries),
-        log_samples=sum(len(entry.sample_ids) for entry in log.entries.values()),
+        groups=len(entries),
+        log_samples=sum(len(entry.sample_ids) for entry in entries),
+        oldest_step=min(steps, default=-1),
+        mean_abs_advantage=fmean(entry.advantage for entry in entries) if entries else 0.0,
     )
 
 

@@ -71,15 +71,16 @@ def _decode(message: types_pb2.Episode) -> Episode | InvalidInput:
 
 def _training_sample(leased: run_pb2.LeasedSample, episode: Episode) -> TrainingSample:
     meta = leased.meta
-    sample = next((sample for sample in episode.samples if sample.sample_id == meta.sample_id), None)
+    stored_id = leased.replay_of or meta.sample_id
+    sample = next((sample for sample in episode.samples if sample.sample_id == stored_id), None)
     if sample is None or sample.leaf != meta.leaf:
-        raise InvalidInput(f"episode {episode.key.episode} does not hold sample {meta.sample_id} as it was reported")
+        raise InvalidInput(f"episode {episode.key.episode} does not hold sample {stored_id} as it was reported")
     rewards = decode_rewards(meta.rewards)
     segments = episode.path_segments(sample)
     if leased.mask_below_step > 0:
         segments = tuple(_masked(s, policy=sample.policy, below=leased.mask_below_step) for s in segments)
     return TrainingSample(
-        sample=replace(sample, rewards=rewards, trainable=meta.trainable),
+        sample=replace(sample, sample_id=meta.sample_id, rewards=rewards, trainable=meta.trainable),
         segments=segments,
         group=leased.group,
         task=leased.task,

@@ -76,10 +76,11 @@ def sample_meta(episode: types_pb2.Episode, sample: types_pb2.Sample, *, text_ch
 def check_leased(episode: types_pb2.Episode, leased: run_pb2.LeasedSample) -> None:
     """Compare a leased sample with its payload. Raises `MetadataMismatch`, which names the first field that differs.
 
-    Rewards are compared unless the finalizer may have replaced them.
+    Rewards are compared unless the finalizer may have replaced them. A replayed sample has the payload of its original,
+    so everything but its id must agree with the original.
     """
     check_key(episode, leased.key)
-    sample = check_metadata(episode, leased.meta)
+    sample = check_metadata(episode, leased.meta, leased.replay_of)
     if leased.rewards_as_reported and (reported := _rewards(leased.meta.rewards)) != (
         stored := _rewards(sample.rewards)
     ):
@@ -98,15 +99,14 @@ def check_key(episode: types_pb2.Episode, key: types_pb2.EpisodeKey) -> None:
             )
 
 
-def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta) -> types_pb2.Sample:
-    """Compare reported metadata without rewards with the payload, and return the sample there. Raises
-    `MetadataMismatch`, as above."""
-    found = [one for one in episode.samples if one.sample_id == meta.sample_id]
+def check_metadata(episode: types_pb2.Episode, meta: types_pb2.SampleMeta, stored_id: str = "") -> types_pb2.Sample:
+    """Compare reported metadata without rewards with the payload, and return the sample there. `stored_id`: its id in
+    the payload if it is another one. Raises `MetadataMismatch`, as above."""
+    stored_id = stored_id or meta.sample_id
+    found = [one for one in episode.samples if one.sample_id == stored_id]
     if len(found) != 1:
         what = "does not hold" if not found else f"has {len(found)} entries for"
-        raise _mismatch(
-            meta.sample_id, f"the payload of episode {episode.key.episode!r} {what} sample {meta.sample_id}"
-        )
+        raise _mismatch(meta.sample_id, f"the payload of episode {episode.key.episode!r} {what} sample {stored_id}")
     sample = found[0]
     stamped = sample_meta(episode, sample, text_chars=len(meta.summary.text))
     for name, reported, stored in (

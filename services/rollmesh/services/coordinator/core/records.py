@@ -298,7 +298,8 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
         if (priority.draws or priority.replaces) and int(self.replay.share * self.batch_groups) < 1:
             raise SettingError(
                 "replay.share",
-                f"must be at least one group of batch_groups = {self.batch_groups}, got {self.replay.share}",
+                f"must be >= {1 / self.batch_groups:.4g}, one group of batch_groups = {self.batch_groups}, got "
+                f"{self.replay.share}",
             )
         if (priority.draws or priority.replaces) and self.batch_groups < 2:
             raise SettingError(

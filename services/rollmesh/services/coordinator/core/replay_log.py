@@ -1,7 +1,7 @@
 """Changes of the replay log that facts imply: what it keeps, what leaves it, and the samples that are trained again.
 
 Only `apply.py` uses it. A group is kept when its samples are TRAINED, or when a lease defers some of them. The log is a
-fold of the ledger and of the spec, so it needs no facts of its own; a choice from it is the fact SamplesReplayed.
+fold of the ledger and of the spec, so it needs no facts; a choice from it is one, SamplesReplayed.
 """
 
 from __future__ import annotations

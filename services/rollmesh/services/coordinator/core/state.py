@@ -16,7 +16,7 @@ READY, and a replayed sample that joins a training group follows it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 
 import msgspec
@@ -88,7 +88,7 @@ class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Whether no finalizer has replaced them."""
     episode: str
     origin: Origin | None = None
-    """Of a replayed sample."""
+    """The original of a replayed sample; None for all others."""
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
 

@@ -51,7 +51,9 @@ class PageUpdate(msgspec.Struct, kw_only=True):
     applied: bool
     num_updates: int = 1
     lags: dict[int, int] = {}
-    """Number of used samples by staleness."""
+    """Number of used samples by staleness, without replayed ones."""
+    replayed: dict[int, int] = {}
+    """Number of used replayed samples by staleness."""
     rewards: dict[str, float] = {}
     """Mean of each reward over all scored members of its groups."""
     abs_advantage: float | None = None
@@ -133,6 +135,8 @@ class RunHistory:
         self._groups: OrderedDict[str, _HistoryGroup] = OrderedDict()
         self._samples: OrderedDict[str, tuple[str, tuple[int, ...]]] = OrderedDict()
         """Group and steps of the newest samples that an update may use."""
+        self._replayed: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        """Steps of the newest replayed samples."""
         self._used: deque[tuple[int, tuple[str, ...]]] = deque()
         """Samples of the updates that a roll-back may undo, with the update."""
         self._leases: dict[str, tuple[str, ...]] = {}
@@ -237,15 +241,18 @@ class RunHistory:
         for excluded in fact.dropped:
             self._mark(excluded.sample_id, "filtered", excluded.reason)
             dropped["filtered"] += 1
-        for sample in fact.used:
+        used = [sample for sample in fact.used if sample not in self._replayed]
+        for sample in used:
             self._mark(sample, "used", f"by update {fact.update}", update=fact.update)
-        lags = Counter(lag for sample in fact.used if (lag := self._lag(sample, fact.update)) is not None)
+        lags = Counter(lag for sample in used if (lag := self._lag(sample, fact.update)) is not None)
+        again = (self._replayed[sample] for sample in fact.used if sample in self._replayed)
+        replayed = Counter(fact.update - 1 - min(steps) for steps in again if steps)
         self._used.append((fact.update, (*fact.used, *(excluded.sample_id for excluded in fact.dropped))))
         measured = [one for group in fact.groups if (one := decode_trained_group(group)).num_tokens]
         sizes = [one.num_tokens for one in measured]
         ends = self._ends + dropped
-        if fact.used:
-            ends["used"] += len(fact.used)
+        if used:
+            ends["used"] += len(used)
         self._ends = Counter()
         self.updates.append(
             PageUpdate(
@@ -254,6 +261,7 @@ class RunHistory:
                 time_unix_s=time_s,
                 applied=fact.applied,
                 lags=dict(sorted(lags.items())),
+                replayed=dict(sorted(replayed.items())),
                 rewards=_means([group for name in groups if (group := self._groups.get(name)) is not None]),
                 abs_advantage=_mean([one.measures.get("mean_abs_advantage") for one in measured], sizes),
                 policy_loss=_mean([one.measures.get("policy_loss") for one in measured], sizes),
@@ -264,10 +272,15 @@ class RunHistory:
             half = UPDATES_MAX // 2
             self.updates[:half] = [_merged(self.updates[begin : begin + 2]) for begin in range(0, half, 2)]
 
+    def _samples_replayed(self, fact: events_pb2.SamplesReplayed, time_s: float) -> None:
+        for sample in fact.samples:
+            _put(self._replayed, sample.sample_id, tuple(span.step for span in sample.steps), LIVE_MAX)
+
     def _checkpoint_reported(self, fact: events_pb2.CheckpointReported, time_s: float) -> None:
         while self._used and self._used[0][0] <= fact.update:
             for sample in self._used.popleft()[1]:
                 self._samples.pop(sample, None)
+                self._replayed.pop(sample, None)
 
     def _rolled_back(self, fact: events_pb2.RolledBack, time_s: float) -> None:
         self.updates = [point for point in self.updates if point.update <= fact.to_update]
@@ -293,7 +306,7 @@ class RunHistory:
     def _end(self, samples: Iterable[str], group: str, end: str, reason: str) -> None:
         found = self._groups.get(group)
         for sample in samples:
-            if self._trains(group):
+            if self._trains(group) and sample not in self._replayed:
                 self._ends[end] += 1
             if found is not None:
                 found.members.pop(sample, None)
@@ -339,6 +352,7 @@ _HANDLERS: dict[type, Callable[[RunHistory, Any, float], None]] = {
     events_pb2.UpdateCommitted: RunHistory._update_committed,
     events_pb2.CheckpointReported: RunHistory._checkpoint_reported,
     events_pb2.RolledBack: RunHistory._rolled_back,
+    events_pb2.SamplesReplayed: RunHistory._samples_replayed,
 }
 
 
@@ -380,9 +394,11 @@ def _merged(points: Sequence[PageUpdate]) -> PageUpdate:
     """Return consecutive updates as one point: sums of counts, means of the other numbers."""
     last = points[-1]
     lags: Counter[int] = Counter()
+    replayed: Counter[int] = Counter()
     ends: Counter[str] = Counter()
     for point in points:
         lags.update(point.lags)
+        replayed.update(point.replayed)
         ends.update(point.ends)
     names = dict.fromkeys(name for point in points for name in point.rewards)
     sizes = [point.num_updates for point in points]
@@ -394,6 +410,7 @@ def _merged(points: Sequence[PageUpdate]) -> PageUpdate:
         applied=any(point.applied for point in points),
         num_updates=sum(sizes),
         lags=dict(sorted(lags.items())),
+        replayed=dict(sorted(replayed.items())),
         rewards={name: value for name, value in rewards.items() if value is not None},
         abs_advantage=_mean([point.abs_advantage for point in points], sizes),
         policy_loss=_mean([point.policy_loss for point in points], sizes),

@@ -51,8 +51,24 @@ function samples(state) {
       ? [[name, number(counts[name] ?? 0), reserved ? percent((counts[name] ?? 0) / reserved) : "–"], ...reasons.map(([reason, num]) => [h("span", { class: "sub" }, reason.slice(name.length + 1)), number(num), percent(num / reserved)])]
       : [];
   });
+  const replayed = state.replay?.samples ?? {};
   return [table("Training samples by end", ["samples", "number", "share"], [["reserved", number(reserved), ""], ...rows]),
+    replayed.reserved ? table("Replayed samples by end", ["samples", "number"], ["reserved", ...names].filter((name) => replayed[name]).map((name) => [name, number(replayed[name])])) : null,
     state.failed_attempts?.num ? h("p", { class: "notice" }, `${plural(state.failed_attempts.num, "failed attempt")} since the coordinator started. Newest: ${state.failed_attempts.cause}`) : null];
+}
+
+// Return the histogram of `field` of each update. A bound below 0 is unlimited.
+function staleness(updates, field, bound, { id, title, missing }) {
+  const most = Number(bound ?? -1);
+  const lags = [...new Set(updates.flatMap((one) => Object.keys(one[field]).map(Number)))];
+  const { labels, rowOf } = lagRows(most < 0 ? 0 : most, lags);
+  const byRow = updates.map((one) => {
+    const found = {};
+    for (const [lag, num] of Object.entries(one[field])) found[rowOf(Number(lag))] = (found[rowOf(Number(lag))] || 0) + num;
+    return found;
+  });
+  const note = `Rows are staleness; ${most < 0 ? "it has no bound" : `the bound is ${number(most)}`}. A darker cell is a larger share of the update.`;
+  return histogramOverTime(byRow, updates.map((one) => one.update), labels, { id, title, key: "staleness", note, missing });
 }
 
 function curves(history) {
@@ -63,13 +79,6 @@ function curves(history) {
   const labels = [...new Set(evals.flatMap((one) => Object.keys(one.success_by_label)))].sort().slice(0, 7);
   const byLabel = labels.map((name) => ({ name, values: evals.map((one) => one.success_by_label[name] ?? null), dots: true }));
   const rewards = [...new Set(updates.flatMap((one) => Object.keys(one.rewards)))].slice(0, 8);
-  const lags = [...new Set(updates.flatMap((one) => Object.keys(one.lags).map(Number)))];
-  const { labels: rows, rowOf } = lagRows(history.spec.max_staleness, lags);
-  const byRow = updates.map((one) => {
-    const found = {};
-    for (const [lag, num] of Object.entries(one.lags)) found[rowOf(Number(lag))] = (found[rowOf(Number(lag))] || 0) + num;
-    return found;
-  });
   const starts = [history.began_unix_s, ...updates.map((one) => one.time_unix_s)];
   const took = updates.map((one, n) => (one.time_unix_s - starts[n]) / one.num_updates);
   const none = "No update was committed yet.";
@@ -77,7 +86,8 @@ function curves(history) {
     lines([{ name: "all tasks", values: evals.map((one) => one.mean_rewards[success] ?? null), dots: true }, ...(byLabel.length > 1 ? byLabel : [])], evals.map((one) => one.step),
       { id: "success", title: evals.some((one) => one.graded) ? "Held-out reward" : "Held-out success", x: "step", unit: "step", from: [0, 1], missing: history.spec.eval_every ? "No evaluation has finished yet." : "This run has no evaluations (run.eval_every is 0)." }),
     lines(rewards.map((name) => ({ name, values: updates.map((one) => one.rewards[name] ?? null) })), xs, { id: "reward", title: "Mean reward of the batch", x: "update", missing: none }),
-    histogramOverTime(byRow, xs, rows, { id: "lag", title: "Staleness of the trained samples", key: "staleness", note: `Rows are staleness; the bound is ${number(history.spec.max_staleness)}. A darker cell is a larger share of the update.`, missing: none }),
+    staleness(updates, "lags", history.spec.max_staleness, { id: "lag", title: "Staleness of the trained samples", missing: none }),
+    updates.some((one) => Object.keys(one.replayed).length) ? staleness(updates, "replayed", history.spec.replay?.max_staleness, { id: "replayed-lag", title: "Staleness of the replayed samples", missing: none }) : null,
     stacked(updates.map((one) => one.ends), xs, ENDS, { id: "ends", title: "What became of the samples, per update", missing: none }),
     lines([{ name: "seconds", values: took }], xs, { id: "duration", title: "Seconds per update", x: "update", from: [0], missing: none }),
     lines([{ name: "mean |advantage|", values: updates.map((one) => one.abs_advantage) }], xs, { id: "advantage", title: "Mean absolute advantage per token", x: "update", from: [0], missing: updates.length ? "The trainer did not report measurements of groups." : none }),
