@@ -11,7 +11,7 @@ import pytest
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import GroupDecision, SampleEnd
-from rollmesh.services.coordinator.core.records import ANY_STALENESS, BoundPolicy, ReplaySpec
+from rollmesh.services.coordinator.core.records import ANY_STALENESS, BoundPolicy, ForeignSource, ReplaySpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.errors import MeshError
@@ -24,20 +24,25 @@ AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "FENCED"}
 
 REPLAYS = (
     ReplaySpec(max_staleness=4, share=0.5, capacity_groups=6),
-    ReplaySpec(max_staleness=ANY_STALENESS, share=0.5, capacity_groups=8, priority="return", options={"temperature": 0.5}),
+    ReplaySpec(
+        max_staleness=ANY_STALENESS, share=0.5, capacity_groups=8, priority="return", options={"temperature": 0.5}
+    ),
     ReplaySpec(max_staleness=3, share=0.75, capacity_groups=8, priority="advantage"),
     ReplaySpec(max_staleness=8, share=0.5, capacity_groups=8, priority="success_per_task"),
     ReplaySpec(max_staleness=6, share=1.0, capacity_groups=8, priority="compensation"),
 )
 
 
-def make_world(seed: int, replay: ReplaySpec | None = None) -> World:
+PEER = ForeignSource(source="peer", max_age=3, share=0.5)
+
+
+def make_world(seed: int, replay: ReplaySpec | None = None, foreign: tuple[ForeignSource, ...] = ()) -> World:
     rng = random.Random(seed)
     eta = rng.choice([0, 1, 2, 4])
     spec = endless_spec(
         max_staleness=eta,
         beyond=BoundPolicy.DROP,
-        batch_groups=rng.randint(1 if replay is None else 2, 4),
+        batch_groups=rng.randint(1 if replay is None and not foreign else 2, 4),
         group_size=rng.randint(1 if replay is None else 2, 4),
         publish_every=1,
         eval_every=rng.choice([0, 2]),
@@ -47,6 +52,8 @@ def make_world(seed: int, replay: ReplaySpec | None = None) -> World:
         group_s_max=60.0,
         eval_s_max=30.0,
         replay=replay,
+        foreign=foreign,
+        external_sources=tuple(source.source for source in foreign),
     )
     world = World(spec=spec, rng=rng)
     world.ask(m.CreateRun(ticket=0, spec=spec))
@@ -104,10 +111,11 @@ ACTION_WEIGHTS: list[tuple[int, Callable[[World], None]]] = [
     (4, lambda w: w.crash_coordinator()),
     (2, lambda w: w.restore_from_snapshot()),
 ]
+SUBMIT: tuple[int, Callable[[World], None]] = (25, lambda w: w.submit_samples())
 
 
 def act(world: World) -> None:
-    weights, actions = zip(*ACTION_WEIGHTS, strict=True)
+    weights, actions = zip(*ACTION_WEIGHTS, *([SUBMIT] if world.spec.foreign else ()), strict=True)
     action = world.rng.choices(actions, weights)[0]
     try:
         action(world)
@@ -137,6 +145,25 @@ def test_long_history_with_replay_keeps_the_invariants(seed: int, replay: Replay
     assert report.holds, report.to_text()
     assert report.replay is not None
     assert sum(report.replay.lags.values()) == sum(world.core.state.replay.trained_by_staleness.values()) > 0
+
+
+@pytest.mark.parametrize("replay", [None, *REPLAYS], ids=lambda replay: replay.priority if replay else "none")
+def test_long_history_with_submitted_samples_keeps_the_invariants(replay: ReplaySpec | None) -> None:
+    """Samples of a source have their own account, beside the one of the replay log, which has none of them."""
+    world = make_world(SEEDS[0], replay, (PEER,))
+    play(world, ACTIONS // 3, SEEDS[0])
+    state = world.core.state
+    peer = state.foreign["peer"].counters
+    assert sum(state.foreign["peer"].trained_by_age.values()) > 0
+    assert peer.live == 0
+    assert not world.submitted.keys() & set(world.originals.values()), "a submitted sample is not replayed"
+    audit = Audit("r")
+    for position, facts in enumerate(world.ledger, 1):
+        audit.enter(StoredRecord(position=position, record_id=str(position), time_unix_s=0.0, facts=facts))
+    report = audit.report()
+    assert report.holds, report.to_text()
+    assert report.submitted["peer"].trained == peer.ends[SampleEnd.TRAINED]
+    assert sum(report.ages["peer"].values()) == sum(state.foreign["peer"].trained_by_age.values())
 
 
 def play(world: World, num: int, seed: int) -> None:

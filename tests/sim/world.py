@@ -27,6 +27,7 @@ from rollmesh.services.coordinator.core.decision_context import (
 )
 from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
+    ExternalSpan,
     Fact,
     GroupDecision,
     PayloadRef,
@@ -34,7 +35,9 @@ from rollmesh.services.coordinator.core.facts import (
     Reward,
     SampleMeta,
     SamplesEnded,
+    SegmentSource,
     StepSpan,
+    SubmittedGroup,
     Task,
 )
 from rollmesh.services.coordinator.core.records import RunSpec
@@ -44,6 +47,9 @@ from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import MeshError
 
+SOURCE = SegmentSource.PEER
+"""Source of the samples that clients submit."""
+SAMPLE_LIMITS = i.SampleLimits(groups_max=10**6, waiting_max=4, waiting_bytes_max=10**6)
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 
@@ -107,6 +113,10 @@ class World:
     """Members that a decision dropped."""
     originals: dict[str, str] = field(default_factory=dict)
     """Ids of the originals of leased samples that are replayed."""
+    submissions: list[tuple[SubmittedGroup, int]] = field(default_factory=list)
+    """Groups of samples that clients submitted, with the update of the coordinator at that time."""
+    submitted: dict[str, int] = field(default_factory=dict)
+    """That update, by the id of a sample of such a group."""
     deferred: set[str] = field(default_factory=set)
     """Samples that a lease left to an extra update."""
 
@@ -159,6 +169,36 @@ class World:
     def advance(self, seconds: float) -> None:
         self.now += seconds
         self.ask(i.Tick())
+
+    # --- clients ---------------------------------------------------------------------------------------------
+
+    def submit_samples(self) -> None:
+        """Submit a group of samples, or one that was submitted before."""
+        if self.submissions and self.rng.random() < 0.3:
+            group, _ = self.rng.choice(self.submissions)
+        else:
+            key = f"s{len(self.submissions)}"
+            episodes = tuple(b"text" for _ in range(self.rng.randint(1, 3)))
+            group = SubmittedGroup(key=key, task=Task(task_id=key), episodes=episodes)
+        known = any(one.key == group.key for one, _ in self.submissions)
+        try:
+            answer = self.ask(
+                i.SubmitSamples(
+                    ticket=self.ticket(),
+                    submission=f"{len(self.ledger)}-ab",
+                    source=SOURCE,
+                    groups=(group,),
+                    limits=SAMPLE_LIMITS,
+                )
+            )
+        except MeshError as refusal:
+            assert refusal.reason == "SAMPLE_QUOTA"
+            assert not known
+            return
+        assert isinstance(answer, m.SubmitSamplesResponse)
+        assert answer.num_added == (not known)
+        if not known:
+            self.submissions.append((group, self.core.state.the_clock.applied))
 
     # --- data, reward ----------------------------------------------------------------------------------------
 
@@ -223,9 +263,16 @@ class World:
         assert not answer.results[0].startswith("INVALID"), answer
         if answer.results == ("",) and report.samples and lease.lease_id not in self.scored:
             self.scored.add(lease.lease_id)
+            if lease.given:
+                steps = {group.key: step for group, step in self.submissions}
+                self.submitted.update({s.sample_id: steps[lease.task.task_id] for s in report.samples})
             self.spans.update({s.sample_id: s.steps for s in report.samples if s.sample_id not in self.spans})
 
     def _sample(self, lease: i.EpisodeLease, number: int) -> SampleMeta:
+        if lease.given:
+            external = (ExternalSpan(source=SOURCE, num_tokens=7),)
+            name = f"{lease.episode}/{number}"
+            return SampleMeta(sample_id=name, policy="main", num_tokens=9, external=external, rewards=(self._reward(),))
         incarnation, step = self.node_step
         if lease.purpose is Purpose.EVAL:
             incarnation, step = lease.incarnation_min, lease.step_min
@@ -240,8 +287,11 @@ class World:
             steps=spans,
             num_tokens=9,
             num_sampled_tokens=5,
-            rewards=(Reward(name="correct", value=float(self.rng.random() < 0.5), segment=-1, scorer="exact@1"),),
+            rewards=(self._reward(),),
         )
+
+    def _reward(self) -> Reward:
+        return Reward(name="correct", value=float(self.rng.random() < 0.5), segment=-1, scorer="exact@1")
 
     # --- the trainer -----------------------------------------------------------------------------------------
 
@@ -423,6 +473,10 @@ class World:
                 assert sample_id not in self.dropped, f"{sample_id} trained, though dropped"
                 assert sample_id not in seen, f"{sample_id} trained twice in one history of weights"
                 seen.add(sample_id)
+                if sample_id in self.submitted:
+                    age = max(0, update - 1 - self.submitted[sample_id])
+                    assert age <= int(self.spec.foreign[0].max_age), f"{sample_id} trained {age} updates after it came"
+                    continue
                 original = self.originals.get(sample_id, "")
                 oldest = min(span.step for span in self.spans[original or sample_id])
                 lag = update - 1 - oldest
