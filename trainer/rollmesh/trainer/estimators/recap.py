@@ -18,7 +18,7 @@ the checkpoint. Weights are in the metrics `weight/OBJECTIVE`, and `convergence/
 The abstract states short-horizon signals of convergence and instability, less weight for saturated objectives, and more
 for underperforming or volatile ones. The formula is not established, so the one above is our own; an objective that is
 low and flat does not gain, because its groups without a success have no gradient either. The paper also replays
-general-capability data; a mixture samples its tasks anew. Groups whose rewards agree belong to the means, so the recipe
+general-capability data; a mixture samples new episodes of its tasks. Groups whose rewards agree belong to the means, so the recipe
 has the finalizer `keep_all`.
 """  # noqa: E501, W505
 

@@ -79,7 +79,7 @@ class Steps:
     paths: Mapping[str, tuple[StepKey, ...]]
     """Sample id -> keys of its turns."""
     sampled: Mapping[StepKey, SampledStep]
-    """Those that the policy sampled."""
+    """The turns that the policy sampled, by key."""
 
 
 class UiS1(TurnEstimator):
