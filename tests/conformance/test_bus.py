@@ -221,7 +221,12 @@ async def test_a_stream_that_forbids_purging_keeps_its_records(bus: Bus) -> None
     await log.append(b"x", msg_id="a")
     with pytest.raises(InvalidInput):
         await log.purge_below(2)
-    assert (await log.info()).num_records == 1
+    again = await bus.create(spec(deny_purge=False, bytes_max=2 << 20))  # a new release, with other limits
+    with pytest.raises(InvalidInput):
+        await again.purge_below(2)
+    info = await again.info()
+    assert (info.num_records, info.deny_purge, info.bytes_max) == (1, True, 2 << 20)
+    assert not (await (await bus.create(spec(name="other"))).info()).deny_purge
 
 
 async def test_a_follower_gets_old_and_new_records_once_in_order(bus: Bus) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from rollmesh.app.backup.backup import BackupSource, back_up_folder, back_up_mesh, copied_files
+from rollmesh.app.backup.backup import BackupSource, back_up_folder, back_up_mesh, copied_files, write_backup
 from rollmesh.app.backup.backup_file import BackupAbout, BackupSummary, StreamPart, read_backup, verify_backup
 from rollmesh.app.backup.restore import restore_backup
 from rollmesh.app.config import TrainConfig
@@ -25,7 +25,7 @@ from rollmesh.app.open_run import open_resumed
 from rollmesh.app.run_folder import RESTORING, new_folder, open_folder, origin_now
 from rollmesh.mesh import Mesh
 from rollmesh.mesh.config import MeshConfig
-from rollmesh.mesh.run_layout import PAYLOADS
+from rollmesh.mesh.run_layout import ARCHIVE, PAYLOADS
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.config import ArchiveConfig
 from rollmesh.shared.bus.bus import Bus, BusUnavailable, StreamSpec
@@ -38,6 +38,9 @@ from rollmesh.shared.store.payload_files import OFFSET_BITS, PayloadFiles, recor
 from rollmesh.testing.memory_bus import MemoryBus
 
 from ..chaos.world import as_train_config, mesh_config, save_model_folder
+from ..tamper.archives import archived
+from ..tamper.ledger_copy import made
+from ..unit.coordinator.core_run import CoreRun
 from .test_mesh import Operator, policy
 
 UPDATES = 10
@@ -298,3 +301,27 @@ def test_payloads_that_are_kept_for_an_export_are_not_in_a_backup(tmp_path: Path
     about = BackupAbout(format=1, run="r", created_unix_s=0.0, config_yaml="", origin_json="", base_dir="")
     found = copied_files(BackupSource(bus=MemoryBus(), about=about, root=tmp_path))
     assert [name for _, name in found] == [f"{PAYLOADS}/r/{number:08d}.payloads"]
+
+
+async def test_a_backup_has_the_archive_segments_or_says_where_they_are(tmp_path: Path) -> None:
+    run = CoreRun()
+    run.begin()
+    run.train(1)
+    bus = await archived("r", made(record.facts for record in run.records), tmp_path / ARCHIVE)
+    for stream in (run_streams("r").samples, run_streams("r").dead):
+        await bus.create(stream)
+    about = BackupAbout(format=3, run="r", created_unix_s=0.0, config_yaml="", origin_json="", base_dir="")
+    whole = await write_backup(BackupSource(bus=bus, about=about, root=tmp_path), tmp_path / "whole")
+    assert whole.num_records["ledger"] == whole.position == len(run.records) + 1
+    assert (whole.num_files, whole.first_position > 1) == (3, True)
+
+    with pytest.raises(ConfigError, match="are in archive segments of the run's host, .* run `rollmesh backup FILE"):
+        await write_backup(BackupSource(bus=bus, about=about), tmp_path / "network")
+    segment = sorted((tmp_path / ARCHIVE / "r").iterdir())[1]
+    content = segment.read_bytes()
+    segment.write_bytes(content[:100] + bytes([content[100] ^ 1]) + content[101:])
+    with pytest.raises(DataLoss, match="archive segment .* is damaged"):
+        await write_backup(BackupSource(bus=bus, about=about, root=tmp_path), tmp_path / "damaged")
+    segment.unlink()
+    with pytest.raises(DataLoss, match="the archive segment with record .* is missing in"):
+        await write_backup(BackupSource(bus=bus, about=about, root=tmp_path), tmp_path / "missing")

@@ -22,6 +22,7 @@ from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.domain.ledger_head import CHECKSUM
 from rollmesh.trainer.checkpoint_files import META_NAME, TRAINED_NAME, CheckpointMeta
 from rollmesh.trainer.trained_log import TrainedUpdate
+from tests.tamper import archives
 from tests.tamper.ledger_copy import RawRecord, rechained, sealed, with_facts
 from tests.tamper.real_run import RealRun
 
@@ -38,6 +39,8 @@ class Copy:
     checkpoint: dict[str, bytes] = field(default_factory=dict)
     """Files of the newest checkpoint; empty if it is not compared."""
     checkpoint_name: str = ""
+    archive: archives.Damage | None = None
+    """Change of the archive segments; None if all records are in the stream."""
 
 
 Kind = Callable[[random.Random, RealRun], Copy | None]
@@ -539,3 +542,11 @@ PAYLOADS: dict[str, Kind] = {
     "payload that is not there": held(lambda fact: change(fact, payload=change(fact.payload, sequence=10**9))),
 }
 """Kinds that are found by comparing payloads, without any stored head."""
+
+
+def _of_archive(damage: Callable[[random.Random], archives.Damage]) -> Kind:
+    return lambda rng, run: Copy(run.records, archive=damage(rng))
+
+
+ARCHIVES: dict[str, Kind] = {name: _of_archive(damage) for name, damage in archives.DAMAGES.items()}
+"""Kinds that change archive segments, which are found without any stored head."""

@@ -13,13 +13,15 @@ from rollmesh.app.samples.stored_heads import head_of_checkpoint
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_chain import StoredHead
 from rollmesh.services.coordinator.audit_report import AuditReport
+from rollmesh.shared.bus.archive_files import ArchiveFiles
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.testing.memory_bus import MemoryBus
-from tests.tamper.kinds import CHECKPOINTS, CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
+from tests.tamper.archives import archived
+from tests.tamper.kinds import ARCHIVES, CHECKPOINTS, CONTRADICTIONS, DAMAGES, FORGERIES, PAYLOADS, Copy, Kind
 from tests.tamper.ledger_copy import store
 from tests.tamper.real_run import RealRun
 
-KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS, **CHECKPOINTS}
+KINDS: dict[str, Kind] = {**DAMAGES, **FORGERIES, **CONTRADICTIONS, **PAYLOADS, **CHECKPOINTS, **ARCHIVES}
 
 
 @dataclass(slots=True)
@@ -46,6 +48,11 @@ async def untouched(run: RealRun) -> AuditReport:
     """Audit an unchanged copy, with everything it can be compared with."""
     whole = Copy(run.records, checkpoint=run.checkpoint, checkpoint_name=run.checkpoint_name)
     return await _audit(run, whole, heads=True, payloads=True)
+
+
+async def untouched_archive(run: RealRun) -> AuditReport:
+    """Audit an unchanged copy whose older records are in archive segments."""
+    return await _audit(run, Copy(run.records, archive=lambda files: None), heads=True, payloads=False)
 
 
 async def tamper(runs: Sequence[RealRun], *, num: int, seed: int) -> Tally:
@@ -81,6 +88,11 @@ def _strike(name: str, runs: Sequence[RealRun], rng: random.Random) -> tuple[Rea
 
 
 async def _audit(run: RealRun, copy: Copy, *, heads: bool, payloads: bool) -> AuditReport:
+    if copy.archive is not None:
+        with tempfile.TemporaryDirectory(prefix="rollmesh-tamper-") as folder:
+            archive = await archived(run.run, copy.records, Path(folder))
+            copy.archive(ArchiveFiles(Path(folder) / run.run))
+            return await audit_run(archive, run.run, heads=run.heads if heads else [])
     bus = await store(copy.records, run=run.run)
     log = await bus.open(run_streams(run.run).ledger.name)
     for sequence in copy.removed:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.world import save_model_folder
 from tests.tamper.real_run import MAKERS
-from tests.tamper.tamper import KINDS, tamper, untouched
+from tests.tamper.tamper import KINDS, tamper, untouched, untouched_archive
 
 
 async def test_every_kind_of_tampering_is_found(tmp_path: Path) -> None:
@@ -17,6 +17,8 @@ async def test_every_kind_of_tampering_is_found(tmp_path: Path) -> None:
     report = await untouched(run)
     assert report.holds, report.to_text()
     assert report.updates_undone > 0
+    archived = await untouched_archive(run)
+    assert archived.holds, archived.to_text()
     assert [head.holds for head in report.heads] == [True] * (len(run.heads) + 1), "and that of the copied checkpoint"
     assert {head.where.partition(" ")[0] for head in report.heads} == {"checkpoint", "gateway"}
     export = await MAKERS["export"](tmp_path / "export", model)

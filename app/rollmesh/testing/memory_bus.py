@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Unpack
 
 from rollmesh.shared.bus.bus import (
@@ -44,7 +45,7 @@ class MemoryBus:
         stream = self._streams.get(spec.name)
         if stream is None:
             stream = self._streams[spec.name] = MemoryStream(spec, self._clock, self._payload_bytes_max)
-        stream.spec = spec
+        stream.spec = replace(spec, deny_purge=spec.deny_purge or stream.spec.deny_purge)
         return stream
 
     async def open(self, name: str) -> MemoryStream:

@@ -127,8 +127,10 @@ def test_disk_is_estimated_from_the_model_and_what_bounds_each_part(tmp_path: Pa
     assert parts["nodes"] == 2 * weights
     streams = config.coordinator.streams
     assert parts["streams"] > streams.samples_bytes_max + streams.ledger_bytes_max
+    run = config.run
+    assert parts["ledger archive"] == 200 * run.updates_max * run.batch_groups * run.group_size
     remote = msgspec.structs.replace(config, bus=msgspec.structs.replace(config.bus, url="tls://elsewhere:4222"))
-    assert "streams" not in {part.name for part in disk_need(remote, model)}
+    assert not {"streams", "ledger archive"} & {part.name for part in disk_need(remote, model)}
 
 
 def test_too_little_disk_is_a_warning_that_names_the_settings(tmp_path: Path) -> None:

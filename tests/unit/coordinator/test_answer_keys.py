@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,6 +12,9 @@ from rollmesh.services.coordinator import answer_keys
 from rollmesh.services.coordinator.answer_keys import AnswerKeys
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode_record
+from rollmesh.shared.bus.archive_bus import LostRecords
+from tests.tamper.archives import archived
+from tests.tamper.ledger_copy import made
 
 
 class Ledgers:
@@ -41,3 +45,17 @@ async def test_a_submission_is_decoded_once_while_it_is_kept(monkeypatch: pytest
     await keys.find(["submitted:r/3-a/a"])
     await keys.find(["submitted:r/3-a/b"])
     assert ledgers.read_positions[2:] == [3, 3]
+
+
+async def test_keys_are_found_in_archive_segments_and_a_lost_segment_is_named(tmp_path: Path) -> None:
+    facts = [
+        (f.TasksSubmitted(submission=f"{n}-a", answer_keys=(f.AnswerKey(task_id="a", answers=(f"key {n}",)),)),)
+        for n in range(1, 9)
+    ]
+    bus = await archived("r", made(facts), tmp_path)
+    found = await AnswerKeys(bus).find([f"submitted:r/{n}-a/a" for n in range(1, 9)])
+    assert [key.answers[0] for key in found] == [f"key {n}" for n in range(1, 9)]
+    first = min((tmp_path / "r").iterdir())
+    first.unlink()
+    with pytest.raises(LostRecords, match="the archive segment of records 1 to 2 is missing"):
+        await AnswerKeys(bus).find(["submitted:r/1-a/a"])

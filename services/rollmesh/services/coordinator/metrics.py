@@ -96,8 +96,8 @@ FAILED_ATTEMPTS = counter(
 POSITION = gauge("rollmesh_coordinator_ledger_position", "Newest stored ledger record.", "run")
 LEDGER_USED = gauge(
     "rollmesh_coordinator_ledger_used_ratio",
-    "Share of coordinator.streams.ledger_bytes_max that the stream of a live run's ledger uses. At 1 the run ends. 0 after the "
-    "end.",
+    "Share of coordinator.streams.ledger_bytes_max that the stream of a live run's ledger uses. At 1 the run ends. 0 "
+    "after the end.",
     "run",
 )
 APPEND_SECONDS = histogram(

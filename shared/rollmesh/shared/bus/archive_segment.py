@@ -4,7 +4,7 @@
     block  = frame with the records, then a frame with the evidence of their rewards, which a reader may skip
 
 A record has the hash of the one before it, which the reader computes anyway, so a block does not store it. The evidence
-of rewards is a column of its own, because it may be longer than everything else. A record with evidence keeps its hash,
+of rewards is a separate column, because it may be longer than everything else. A record with evidence keeps its hash,
 so that the next one can be returned without it.
 """
 
