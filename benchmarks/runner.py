@@ -21,6 +21,7 @@ BENCHES = (
     "router",
     "sandbox",
     "staleness",
+    "replay",
     "handover",
     "ledger",
     "lake",
