@@ -74,7 +74,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """The same for the mean of the others: a predictor with a larger error is worth nothing."""
 
 
-class _Summary(msgspec.Struct, frozen=True, kw_only=True):
+class _EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     """What a trial reads of summary.json."""
 
     run: str
@@ -90,7 +90,7 @@ def read_trial(folder: Path) -> Trial:
     and for a run without an evaluation after an update."""
     path = folder / "summary.json"
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=_Summary)
+        found = msgspec.json.decode(path.read_bytes(), type=_EndedRun)
     except OSError as err:
         raise ConfigError(
             f"{folder}: has no readable summary.json ({err.strerror}); name the folder of a run that has ended"

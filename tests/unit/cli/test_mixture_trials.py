@@ -6,7 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -72,6 +72,17 @@ def test_a_line_of_two_sources_by_hand() -> None:
     assert predictor(points).tolist() == pytest.approx([0, 1, 0], abs=0.05)
     assert predictor.offset == pytest.approx(1 / 3)
     assert search(predictor, points, 0.0).tolist() == pytest.approx([0.5, 0.5], abs=0.01)
+
+
+def test_the_search_moves_shares_where_no_random_point_is_near() -> None:
+    target = np.array([0.02, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.3])
+
+    def predictor(points: Any) -> Any:
+        return -np.square(points - target).sum(axis=1)
+
+    found = search(cast(Quadratic, predictor), np.full((1, 8), 1 / 8), 0.01)
+    assert found.sum() == pytest.approx(1.0)
+    assert found.tolist() == pytest.approx(target.tolist(), abs=0.005)
 
 
 def test_a_least_share_and_another_score_bound_the_proposal() -> None:

@@ -141,6 +141,7 @@ def test_actions_are_compared_up_to_spaces_and_by_their_kind() -> None:
         ("tap 3", 0.0),
     ):
         assert agent.grade(said, expert) == reward, said
+    assert agent.grade(f"<act>tap 3</act>{'x' * 5000}", expert) == 0.0, "only the end of a turn is searched"
     plain = ExpertReplayAgent(options=ExpertReplayOptions(pattern="do (?P<action>.*)"))
     assert plain.grade("do x", ExpertStep(action="do y")) == 0.1, "without kinds"
 

@@ -141,6 +141,9 @@ def test_levels_are_divided_by_their_deviations() -> None:
     found = of_steps(estimator(), [Played("a", 1.0, 1.0), Played("b", 1.0, 0.5)])
     assert found["a/0"] == pytest.approx([2.0, 2.0], rel=1e-4)
     assert found["b/0"] == pytest.approx([-2.0, -2.0], rel=1e-4)
+    plain = of_steps(estimator(episode_weight=0.0, scale_by_std=False), [Played("a", 1.0, 1.0), Played("b", 1.0, 0.5)])
+    assert plain["a/0"] == pytest.approx([0.25, 0.25])
+    assert plain["b/0"] == pytest.approx([-0.25, -0.25]), "the reward of a departure is not a future of the step before"
 
 
 def test_the_level_of_the_published_code_compares_the_rewards_of_all_steps() -> None:

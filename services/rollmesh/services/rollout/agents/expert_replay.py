@@ -42,6 +42,8 @@ from rollmesh.shared.errors import InvalidInput
 STEP, PROGRESS, SOLVED = "step", "progress", "solved"
 """Names of the rewards."""
 NO_LIMIT = -1
+SEARCHED_CHARS_MAX = 4096
+"""Characters at the end of a turn in which the action is found, so that no text takes long to search."""
 
 
 class ExpertStep(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,8 +68,8 @@ class ExpertReplayOptions(Settings):
     thoughts: bool = True
     """Whether a given turn has the thought of the expert."""
     pattern: str = r"(?s)<act>(?P<action>\s*(?P<kind>\w+).*?)</act>"
-    """Regular expression that finds the action in a turn, its last match: the group `action`, and if there is one the
-    group `kind`."""
+    """Regular expression that finds the action in the last 4,096 characters of a turn, its last match: the group
+    `action`, and if there is one the group `kind`."""
     kind_reward: Share = 0.5
     """Reward of an action of the same kind that differs."""
     parsed_reward: Share = 0.1
@@ -150,5 +152,5 @@ class ExpertReplayAgent(Agent):
         return self._options.kind_reward if same else self._options.parsed_reward
 
     def _action(self, text: str) -> re.Match[str] | None:
-        found = list(self._pattern.finditer(text))
+        found = list(self._pattern.finditer(text[-SEARCHED_CHARS_MAX:]))
         return found[-1] if found else None
