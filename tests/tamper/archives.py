@@ -14,7 +14,7 @@ from pathlib import Path
 from rollmesh.services.coordinator.core.facts import ArchiveSealed, Fact
 from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
-from rollmesh.shared.bus.archive_files import ArchiveFiles, Segment, file_sha256
+from rollmesh.shared.bus.archive_files import ArchiveFiles, ArchiveSegment, file_sha256
 from rollmesh.shared.bus.archive_segment import SegmentReader, write_segment
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.bus.run_streams import run_streams
@@ -51,7 +51,7 @@ async def archived(run: str, records: list[RawRecord], folder: Path) -> ArchiveB
     return bus
 
 
-def _one(rng: random.Random, files: ArchiveFiles) -> Segment:
+def _one(rng: random.Random, files: ArchiveFiles) -> ArchiveSegment:
     return rng.choice(files.segments())
 
 

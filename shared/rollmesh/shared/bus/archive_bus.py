@@ -13,7 +13,7 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Unpack
 
-from rollmesh.shared.bus.archive_files import ArchiveFiles, Segment
+from rollmesh.shared.bus.archive_files import ArchiveFiles, ArchiveSegment
 from rollmesh.shared.bus.archive_segment import SegmentDamaged
 from rollmesh.shared.bus.bus import (
     AppendOptions,
@@ -141,7 +141,7 @@ class ArchivedLedger:
                     yield record
                     at = record.seq + 1
 
-    async def _records(self, segment: Segment, at: int, *, evidence: bool) -> AsyncGenerator[StreamRecord, None]:
+    async def _records(self, segment: ArchiveSegment, at: int, *, evidence: bool) -> AsyncGenerator[StreamRecord, None]:
         assert self.files is not None
         blocks = self.files.read(segment, at, evidence=evidence)
         try:
@@ -152,7 +152,7 @@ class ArchivedLedger:
         except SegmentDamaged as error:
             raise LostRecords(f"{self.name}: {error.message}", first=at, last=segment.last) from error
 
-    async def _find(self, seq: int) -> Segment | None:
+    async def _find(self, seq: int) -> ArchiveSegment | None:
         return await asyncio.to_thread(self.files.find, seq) if self.files is not None else None
 
 

@@ -30,7 +30,7 @@ _READ_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Segment:
+class ArchiveSegment:
     """A segment by the name of its file."""
 
     path: Path
@@ -47,21 +47,21 @@ class ArchiveFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def segments(self) -> list[Segment]:
+    def segments(self) -> list[ArchiveSegment]:
         """Return all segments by number; empty without a folder."""
         found = []
         with suppress(FileNotFoundError):
             for path in self.folder.iterdir():
                 if match := _NAME.fullmatch(path.name):
                     number, first, last = (int(match[n]) for n in (1, 2, 3))
-                    found.append(Segment(path=path, number=number, first=first, last=last, digest=match[4]))
+                    found.append(ArchiveSegment(path=path, number=number, first=first, last=last, digest=match[4]))
         return sorted(found, key=lambda segment: (segment.number, segment.last))
 
-    def find(self, seq: int) -> Segment | None:
+    def find(self, seq: int) -> ArchiveSegment | None:
         """Return a segment with the record `seq`."""
         return next((segment for segment in self.segments() if segment.first <= seq <= segment.last), None)
 
-    def write(self, run: str, number: int, records: Sequence[StreamRecord], before: LedgerHead) -> Segment:
+    def write(self, run: str, number: int, records: Sequence[StreamRecord], before: LedgerHead) -> ArchiveSegment:
         """Write a durable segment of consecutive records after the head `before`. Raises DataLoss for a record that
         does not follow, and DiskFull."""
         partial = private_folder(self.folder) / _PARTIAL
@@ -74,9 +74,11 @@ class ArchiveFiles:
             name = f"{number:08d}-{index.first:012d}-{index.last:012d}-{sha256[:16]}.archive"
             partial.replace(self.folder / name)
             _sync_folder(self.folder)
-        return Segment(path=self.folder / name, number=number, first=index.first, last=index.last, digest=sha256[:16])
+        return ArchiveSegment(
+            path=self.folder / name, number=number, first=index.first, last=index.last, digest=sha256[:16]
+        )
 
-    def verify(self, segment: Segment, records: Sequence[StreamRecord]) -> str:
+    def verify(self, segment: ArchiveSegment, records: Sequence[StreamRecord]) -> str:
         """Return the SHA-256 of the file after reading it. Raises SegmentDamaged if it has other records."""
         read = [record for block in self.read(segment) for record in block]
         same = list(map(_content, read)) == list(map(_content, records))
@@ -85,7 +87,9 @@ class ArchiveFiles:
             raise SegmentDamaged(f"{segment.path} does not have what was written; check the disk", path=segment.path)
         return sha256
 
-    def read(self, segment: Segment, from_seq: int = 1, *, evidence: bool = True) -> Iterator[list[StreamRecord]]:
+    def read(
+        self, segment: ArchiveSegment, from_seq: int = 1, *, evidence: bool = True
+    ) -> Iterator[list[StreamRecord]]:
         """Yield the records of a segment from `from_seq` on, block by block, see `SegmentReader.records`."""
         try:
             with segment.path.open("rb") as file:
@@ -104,7 +108,7 @@ class ArchiveFiles:
                 path=segment.path,
             ) from error
 
-    def drop_unsealed(self, num_sealed: int, first_seq: int) -> list[Segment]:
+    def drop_unsealed(self, num_sealed: int, first_seq: int) -> list[ArchiveSegment]:
         """Remove the segments that the ledger does not name, and return them. A segment with records before
         `first_seq`, the first one of the stream, stays: the stream may have lost its newest records, and with them the
         fact, in a power loss."""

@@ -79,7 +79,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         return LedgerHead(position=self.last, hash=self.after)
 
 
-class _Rows(msgspec.Struct, array_like=True):
+class _Columns(msgspec.Struct, array_like=True):
     """The records of a block as columns."""
 
     ids: list[str]
@@ -113,7 +113,7 @@ def write_segment(file: BinaryIO, run: str, records: Sequence[StreamRecord], bef
 def _write_block(
     file: BinaryIO, compressor: zstandard.ZstdCompressor, records: Sequence[StreamRecord], before: LedgerHead
 ) -> tuple[Block, LedgerHead]:
-    rows, evidence, head = _Rows([], [], [], []), dict[int, list[str]](), before
+    rows, evidence, head = _Columns([], [], [], []), dict[int, list[str]](), before
     for at, record in enumerate(records):
         hashed = record_hash(record.payload)
         if record.seq != head.position + 1 or record.headers.get(CHECKSUM) != hashed:
@@ -221,7 +221,7 @@ class SegmentReader:
         """Return the records of a block, and the hash of the last one."""
         try:
             self._file.seek(block.at)
-            rows = msgspec.msgpack.decode(_decompressed(self._file.read(block.size)), type=_Rows)
+            rows = msgspec.msgpack.decode(_decompressed(self._file.read(block.size)), type=_Columns)
             more: dict[int, list[str]] = {}
             if evidence and block.evidence_size:
                 frame = _decompressed(self._file.read(block.evidence_size))
