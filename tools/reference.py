@@ -260,7 +260,8 @@ def _method(method: Method) -> Iterator[str]:
 
 def _setting(value: Any) -> str:
     """Return a value in one line; an extension without options is its name."""
-    short = value["name"] if isinstance(value, dict) and value.get("options") == {} else value
+    plain = isinstance(value, dict) and value.keys() == {"name", "options"} and not value["options"]
+    short = value["name"] if plain else value
     return short if isinstance(short, str) else json.dumps(short)
 
 
