@@ -16,7 +16,7 @@ from rollmesh.mesh.restarts import ProcessesConfig
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig, check_exposure
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core.records import (
-    UNLIMITED,
+    ANY_STALENESS,
     BoundPolicy,
     ReplaySettings,
     ReplaySpec,
@@ -56,7 +56,7 @@ class ReplayConfig(ReplaySettings):
     def spec(self) -> ReplaySpec:
         """Return the form that the coordinator records."""
         fields = {name: getattr(self, name) for name in ReplaySettings.__struct_fields__}
-        most = UNLIMITED if self.max_staleness == "unlimited" else self.max_staleness
+        most = ANY_STALENESS if self.max_staleness == "unlimited" else self.max_staleness
         return ReplaySpec(max_staleness=most, **fields)
 
 
