@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.services.coordinator.core.records import UNLIMITED, ReplaySpec
+from rollmesh.services.coordinator.core.records import ANY_STALENESS, ReplaySpec
 from rollmesh.services.coordinator.core.replay_priorities import (
     Advantage,
     Compensation,
@@ -20,8 +20,7 @@ from rollmesh.services.coordinator.core.replay_priorities import (
     make_priority,
 )
 from rollmesh.shared.config.settings import SettingError
-
-from .core_run import endless_spec
+from tests.sim.world import endless_spec
 
 
 def members(*found: tuple[float, int]) -> list[Member]:
@@ -101,8 +100,9 @@ def test_the_first_part_of_a_batch_is_the_shortest_correct_and_the_longest_incor
     ],
 )
 def test_a_wrong_replay_log_is_refused(fields: dict[str, Any], field: str, what: str) -> None:
+    valid: dict[str, Any] = {"max_staleness": ANY_STALENESS, "share": 0.5, "capacity_groups": 8}
     with pytest.raises(SettingError) as caught:
-        ReplaySpec(**{"max_staleness": UNLIMITED, "share": 0.5, "capacity_groups": 8} | fields)
+        ReplaySpec(**(valid | fields))
     assert caught.value.field == field
     assert what in caught.value.what
 

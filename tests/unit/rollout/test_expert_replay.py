@@ -43,9 +43,9 @@ async def played(
     return mesh, report
 
 
-def rewards(mesh: LocalMesh) -> dict[str, list[float]]:
+def rewards(mesh: LocalMesh) -> dict[str, list[Any]]:
     """Return the values of the environment's rewards by name, in order."""
-    found: dict[str, list[float]] = {}
+    found: dict[str, list[Any]] = {}
     for reward in mesh.scorer.items[-1].environment_rewards:
         found.setdefault(reward.name, []).append(pytest.approx(reward.value))
     return found
