@@ -114,7 +114,8 @@ class Recap(Grpo):
             del self._means[name][: -self.options.window]
 
     def _is_known(self, means: list[float]) -> bool:
-        return len(means) == int(self.options.window)
+        window: int = self.options.window
+        return len(means) == window
 
     def _weights(self, signals: Mapping[str, Signals]) -> dict[str, float]:
         """Return the weight of each objective so far; their sum is 1."""

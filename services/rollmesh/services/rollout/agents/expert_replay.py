@@ -133,13 +133,13 @@ class ExpertReplayAgent(Agent):
         name = self._options.trajectory
         stored = task.extras[name] if name in task.extras else env.private_extra(name)
         try:
-            found: list[ExpertStep] = msgspec.convert(stored, Annotated[list[ExpertStep], Meta(min_length=1)])
+            steps: list[ExpertStep] = msgspec.convert(stored, Annotated[list[ExpertStep], Meta(min_length=1)])
         except msgspec.ValidationError as error:
             raise InvalidInput(
                 f"the extra `{name}` of the task {task.task_id} must be a list of steps with `action`, and optionally "
                 f"`thought` and `observation`: {error}"
             ) from None
-        return found
+        return steps
 
     def grade(self, said: str, expert: ExpertStep) -> float:
         """Return the reward of a turn in [0, 1]; 1 if its action is that of the expert."""
