@@ -25,7 +25,7 @@ from rollmesh.cli.__main__ import app
 from rollmesh.sft.config import SftConfig
 from rollmesh.shared.config.config_schema import field_docs
 from rollmesh.shared.config.registry import Registry
-from rollmesh.shared.config.settings import expectation, may_change, plain
+from rollmesh.shared.config.settings import expectation, may_change, plain, type_info
 from rollmesh.trainer.recipe import recipe_names
 from tools.proto_reference import proto_pages
 
@@ -99,7 +99,7 @@ FIRST_KIND = "baseline"
 def configuration() -> str:
     """Return the page about all keys of `TrainConfig`, and about the options of the built-in extensions."""
     lines = [CONFIGURATION_HEAD]
-    nodes = {field.name: plain(inspect.type_info(field.type)) for field in msgspec.structs.fields(TrainConfig)}
+    nodes = {field.name: plain(type_info(field.type)) for field in msgspec.structs.fields(TrainConfig)}
     sections = {name: node.cls for name, node in nodes.items() if isinstance(node, inspect.StructType)}
     lines += ["## Top level\n", *_rows(TrainConfig, "", only=nodes.keys() - sections.keys())]
     docs = field_docs(TrainConfig)
@@ -127,7 +127,7 @@ def _rows(
 ) -> Iterator[str]:
     """An entry for each field, and for the fields of sections in it."""
     docs = field_docs(type_)
-    info = inspect.type_info(type_)
+    info = type_info(type_)
     assert isinstance(info, inspect.StructType)
     sections = []
     for field in info.fields:

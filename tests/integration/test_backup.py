@@ -38,7 +38,7 @@ from rollmesh.testing.memory_bus import MemoryBus
 from ..chaos.world import as_train_config, mesh_config, save_model_folder
 from .test_mesh import Operator, policy
 
-UPDATES = 16
+UPDATES = 10
 
 
 def config(model: Path, payloads: str) -> TrainConfig:

@@ -275,7 +275,7 @@ def test_training_whose_first_samples_all_fail_ends_with_the_users_traceback(tmp
     (folder / "agent.py").write_text(
         "class Agent:\n    async def run(self, task, env):\n        raise RuntimeError('no idea')\n"
     )
-    done = run("train", folder / "mine.yaml", "run.first_failures_max=8", "--out", folder / "run")
+    done = run("train", "--in-process", folder / "mine.yaml", "run.first_failures_max=8", "--out", folder / "run")
     assert done.exit_code == 1, done.output
     assert "samples all failed with the same kind of error: agent: RuntimeError: no idea" in done.stderr
     assert "raise RuntimeError('no idea')" in done.stderr

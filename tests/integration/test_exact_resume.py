@@ -53,7 +53,7 @@ FURTHER: dict[str, dict[str, Any]] = {
 """Settings with which a recipe trains in a few updates, each on other tasks."""
 
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48, num_layers=1)
-NUM_UPDATES = 6
+NUM_UPDATES = 4
 Batch = tuple[list[TrainingSample], list[GroupContext]]
 
 

@@ -44,6 +44,9 @@ ERROR, STOP, LENGTH = types_pb2.FINISH_REASON_ERROR, types_pb2.FINISH_REASON_STO
 PROMPT = [3, 1, 4, 1, 5]
 PROMPT_BYTES = np.array(PROMPT, "<i4").tobytes()
 LONG = 100_000
+SLOW_STEP_S = 0.02
+"""Duration of a step, so that a response of 800 tokens takes longer than an activation and costs less than a long one
+of fast steps."""
 
 
 class Served:
@@ -278,16 +281,16 @@ def _engine_request() -> GenerateRequest:
 
 
 async def test_a_sequence_over_an_update_is_stamped_token_by_token(tmp_path: Path) -> None:
-    async with served(tmp_path, step_s=0.001, context_max=LONG) as it:
+    async with served(tmp_path, step_s=SLOW_STEP_S) as it:
         stream = Stream(it.stub)
-        await stream.submit(submission("a", at_least(4), max_tokens=8000))
+        await stream.submit(submission("a", at_least(4), max_tokens=800))
         await stream.next()
         await it.activate(1)
         await stream.end("a")
         steps = [delta.segment.version.step for delta in stream.of("a") if delta.segment.token_ids]
         assert steps == sorted(steps)
         assert set(steps) == {4, 5}
-        assert len(stream.tokens("a")) == 8000
+        assert len(stream.tokens("a")) == 800
 
 
 async def test_an_exact_request_ends_when_weights_change(tmp_path: Path) -> None:
@@ -330,11 +333,11 @@ def steps_of(stream: Stream, request_id: str) -> set[int]:
 
 @pytest.mark.parametrize("target", [PINNED, BY_SESSION])
 async def test_a_pinned_response_finishes_under_the_version_that_began_it(tmp_path: Path, target: Target) -> None:
-    async with served(tmp_path, step_s=0.001, context_max=LONG, versions_max=2) as it:
+    async with served(tmp_path, step_s=SLOW_STEP_S, versions_max=2) as it:
         stream = Stream(it.stub)
-        await stream.submit(submission("alone", target, max_tokens=8000))
+        await stream.submit(submission("alone", target, max_tokens=800))
         await stream.end("alone")
-        await stream.submit(submission("pinned", target, max_tokens=8000), submission("free", max_tokens=8000))
+        await stream.submit(submission("pinned", target, max_tokens=800), submission("free", max_tokens=800))
         while not (stream.tokens("pinned") and stream.tokens("free")):
             await stream.next()
         await it.activate(1)

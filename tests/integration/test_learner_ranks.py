@@ -73,7 +73,7 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture
 def forked(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the ranks that the learner starts. The test that kills a rank starts them as the learner does."""
+    """Fork the ranks that the learner starts. A slow test starts them as the learner does."""
 
     def start(rank: int, size: int, port: int, config: LearnerConfig, logs: Path) -> ForkedProcess:
         log = logs / f"rank-{rank}.log"
@@ -138,9 +138,13 @@ def test_a_run_on_two_one_and_two_ranks_equals_a_run_on_one(
     assert "the current settings apply: compute.ranks 1 -> 2" in caplog.text
 
 
+@pytest.mark.parametrize("start", ["forked", pytest.param("process", marks=pytest.mark.slow)])
 async def test_a_killed_rank_ends_the_session_and_the_next_one_resumes_from_the_checkpoint(
-    tmp_path: Path, model: Path
+    tmp_path: Path, model: Path, request: pytest.FixtureRequest, start: str
 ) -> None:
+    """The ranks are forked, or started as the learner starts them."""
+    if start == "forked":
+        request.getfixturevalue("forked")
     killed: list[int] = []
     apart: list[bool] = []
     seen: list[str] = []

@@ -22,11 +22,19 @@ from rollmesh.mesh.run_layout import open_layout
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.trainer.trained_log import read_trained
-from tests.models.architectures import build_model
 
 from ..chaos.world import World, mesh_config, save_model_folder
 
 END_S = 60.0
+REJECTING = """
+from rollmesh.shared.weights.model_folder import check_positions
+from rollmesh.testing.fake_engine import FakeEngine
+
+class Rejecting(FakeEngine):
+    async def start(self):
+        key = "inference.engine.options.context_max"
+        check_positions({"max_position_embeddings": 128}, self.context_max, model="model", key=key)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +146,9 @@ async def test_a_host_that_cannot_work_says_why(
 async def test_a_model_that_the_engine_rejects_ends_the_node_as_a_configuration_error(
     tmp_path: Path, made: MeshConfig
 ) -> None:
-    build_model("qwen3").config.save_pretrained(tmp_path / "model")
-    override = f"inference.engine={{name: torch, options: {{model: {tmp_path}/model, context_max: 999}}}}"
+    """The engine rejects it at its start, as those do that run a model, and needs no torch."""
+    (tmp_path / "own.py").write_text(REJECTING)
+    override = f"inference.engine={{name: '{tmp_path}/own.py:Rejecting', options: {{context_max: 999}}}}"
     async with host(tmp_path, made, [NATS, "inference-0"], override) as process:
         code, said = await ended(process)
     assert code == 2

@@ -115,7 +115,8 @@ def test_the_ledger_and_a_later_score_have_the_names(mine: Path, lines: list[dic
 
 
 def test_a_run_trains_on_both_kinds(mine: Path) -> None:
-    done = run("train", mine / "mine.yaml", *SETTINGS, "run.updates_max=2", "--out", mine / "trained", "--json")
+    settings = (*SETTINGS, "run.updates_max=2", "--in-process")
+    done = run("train", mine / "mine.yaml", *settings, "--out", mine / "trained", "--json")
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["updates"] == 2
     groups = json.loads(run("show", mine / "trained", "--json", "--limit", 1000).stdout)

@@ -13,7 +13,9 @@ import pytest
 import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from rollmesh.cli.__main__ import app
 from rollmesh.demo.tiny_model import TinyModelConfig, build_tiny_model
 from rollmesh.demo.tokenizer import END, SPECIAL_TOKENS, build_tokenizer
 from rollmesh.trainer.model_files import write_model_folder
@@ -87,12 +89,16 @@ def test_the_opponent_is_the_policy_of_two_updates_ago(tmp_path: Path) -> None:
         assert min(use["prompt_tokens"], use["completion_tokens"], use["latency_s"]) > 0
 
 
-def test_an_engine_that_holds_one_version_is_named_with_the_setting_to_raise(tmp_path: Path) -> None:
+def test_an_engine_that_holds_one_version_is_named_with_the_setting_to_raise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
     write_model_folder(build_tiny_model(SHAPE, seed=3), build_tokenizer(), tmp_path / "model")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    done = command(tmp_path, "train", "config.yaml", "--out", "run", "inference.engine.options.versions_max=1")
-    assert done.returncode == 2
+    settings = ["--out", "run", "inference.engine.options.versions_max=1"]
+    done = CliRunner().invoke(app, ["train", "config.yaml", *settings])
+    assert done.exit_code == 2
     said = " ".join(done.stderr.split())
     assert (
         "`endpoints.past.kind` policy_step needs an engine with several sets of weights, and this one has one" in said

@@ -99,7 +99,7 @@ def test_a_scorer_that_always_fails_ends_train_with_its_cause_and_leaves_dead_le
     text = CONFIG.replace("run: {", "run: {stall_s: 10.0, on_stall: exit, first_failures_max: 0, tries_max: 2, ")
     (mine / "mine.yaml").write_text(text.replace("eval_every: 2", "eval_every: 0"))
     out = mine / "run"
-    done = CliRunner().invoke(app, ["train", str(mine / "mine.yaml"), "--out", str(out)])
+    done = CliRunner().invoke(app, ["train", "--in-process", str(mine / "mine.yaml"), "--out", str(out)])
     assert done.exit_code == 1, done.output
     assert "is stalled" in done.output
     assert "no such verdict" in done.output

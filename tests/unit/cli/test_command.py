@@ -23,6 +23,8 @@ from .recorded import ORIGIN
 
 ROOT = Path(__file__).parents[3]
 SMALL = TinyModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=48)
+FEW_TASKS = "data.source.options.num_train=64"
+"""A change to the configuration of the demo: to generate all its tasks takes longer than to check it."""
 TASKS = '{"question": "1+1", "answer": "2"}\n{"question": "2+2", "answer": "4"}\n'
 
 
@@ -254,14 +256,14 @@ def test_a_rollout_without_training_needs_no_group(tmp_path: Path, model: Path) 
     ],
 )  # fmt: skip
 def test_mistake_in_a_setting_is_reported_with_its_place_and_remedy(override: str, expected: str) -> None:
-    assert re.search(expected, refused("check", str(DEMO_CONFIG), override))
+    assert re.search(expected, refused("check", str(DEMO_CONFIG), FEW_TASKS, override))
 
 
 def test_recipe_that_needs_an_output_of_another_engine_is_rejected_with_a_remedy() -> None:
     engine = f"inference.engine={ROOT / 'examples' / 'extending' / 'uniform_engine.py'}:UniformEngine"
     assert re.search(
         r"`rollout.outputs` must be among \[\], which the engine can return; got \[entropy\]; built-in engines with entropy: torch, .*; set `inference.engine`",
-        refused("check", str(DEMO_CONFIG), "recipe=grpo_high_entropy", engine),
+        refused("check", str(DEMO_CONFIG), FEW_TASKS, "recipe=grpo_high_entropy", engine),
     )
 
 

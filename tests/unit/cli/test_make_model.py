@@ -1,6 +1,10 @@
 """The model of the demo is created in a process, deterministically, and completely or not at all."""
 
+import io
+import json
 import os
+import signal
+import sys
 from pathlib import Path
 
 import msgspec
@@ -9,8 +13,9 @@ import pytest
 import torch
 
 from rollmesh.app.config import TrainConfig
+from rollmesh.demo import model_process
 from rollmesh.demo.config import MadeModelConfig, demonstrated_sources
-from rollmesh.demo.make_model import Demonstrator, make_model
+from rollmesh.demo.make_model import Demonstrator, main, make_model
 from rollmesh.demo.model_process import ModelNotMade, WarmStep, make_in_process
 from rollmesh.demo.tokenizer import END, build_tokenizer
 from rollmesh.services.data.task import Split, split_of
@@ -37,11 +42,25 @@ async def test_model_is_made_in_a_process_that_tells_its_steps(tmp_path: Path) -
     assert sorted(os.listdir(tmp_path)) == ["again", "model"]
 
 
-async def test_target_out_of_reach_is_reported_and_leaves_no_model(tmp_path: Path) -> None:
+def test_target_out_of_reach_is_reported_and_leaves_no_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
     config = msgspec.structs.replace(CONFIG, warm_start={**QUICK, "target_success": 1.0, "steps_max": 2})
-    with pytest.raises(ModelNotMade, match="success stayed below 1.0 in 2 steps"):
-        await make_in_process(config, tmp_path / "model", seed=0, limit_s=60, on_step=lambda _: None)
+    given = io.TextIOWrapper(io.BytesIO(msgspec.json.encode(config)))
+    monkeypatch.setattr(sys, "stdin", given)
+    monkeypatch.setattr(sys, "argv", ["make_model", str(tmp_path / "model"), "0"])
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    assert main() == 1
+    assert "success stayed below 1.0 in 2 steps" in json.loads(capfdbinary.readouterr().out.splitlines()[-1])["error"]
     assert os.listdir(tmp_path) == []
+
+
+async def test_the_error_of_the_process_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program reports it as `main` does above, without the time of an import of torch."""
+    program = 'import sys; sys.stdin.read(); print(\'{"error": "below the target"}\'); sys.exit(1)'
+    monkeypatch.setattr(model_process, "bound_to_parent", lambda _: [sys.executable, "-c", program])
+    with pytest.raises(ModelNotMade, match="below the target"):
+        await make_in_process(CONFIG, tmp_path / "model", seed=0, limit_s=60, on_step=lambda _: None)
 
 
 def test_demonstrations_come_from_the_train_range_and_validation_from_its_own() -> None:
@@ -77,7 +96,9 @@ def test_a_mixture_of_families_demonstrates_each_and_gives_the_hardest_level_tha
         demonstrated_sources(msgspec.structs.replace(CONFIG, tasks=mixed))
 
 
-def test_the_classes_of_a_mixture_are_found_from_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_classes_of_a_mixture_are_found_from_another_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that makes the model has another folder than the configuration."""
     (tmp_path / "mine.py").write_text(
         "from rollmesh.demo.families.calc import CalcSource\nclass Mine(CalcSource):\n    name = 'mine'\n"

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from rollmesh.shared.config.settings import type_info
+
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
@@ -20,7 +22,7 @@ def json_schema(type_: type) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of a tree of msgspec structs, with the docstrings of fields as
     `description`."""
     schemas, components = msgspec.json.schema_components([type_], ref_template="#/$defs/{name}")
-    for struct in {node.cls for node in _nodes(inspect.type_info(type_)) if isinstance(node, inspect.StructType)}:
+    for struct in {node.cls for node in _nodes(type_info(type_)) if isinstance(node, inspect.StructType)}:
         definition = components[struct.__name__]
         for field, text in field_docs(struct).items():
             if field in definition.get("properties", {}):

@@ -22,14 +22,13 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import yaml
 
-from rollmesh.shared.config.settings import expectation, plain, shown
+from rollmesh.shared.config.settings import expectation, plain, shown, type_info
 from rollmesh.shared.errors import ConfigError, FieldViolation, MeshError
 
 T = TypeVar("T")
@@ -69,7 +68,7 @@ def read_config(
     """
     file = Path(path) if path is not None else None
     tree, lines = read_tree(file) if file is not None else ({}, {})
-    tree = _long_form(_type_info(type_), tree, fill=False)
+    tree = _long_form(type_info(type_), tree, fill=False)
     origins = _apply_overrides(tree, overrides)
     return _convert_all(type_, tree, _Places(file, lines, origins))
 
@@ -81,7 +80,7 @@ def underlay_places(type_: type, path: Path, overrides: Sequence[str] = ()) -> C
     The arguments are those of a `read_config` that returned a configuration.
     """
     tree, lines = read_tree(path)
-    tree = _long_form(_type_info(type_), tree, fill=False)
+    tree = _long_form(type_info(type_), tree, fill=False)
     places = _Places(path, lines, _apply_overrides(tree, overrides))
     _with_underlay(type_, tree, places)
     return lambda key: places.below(f".{key}")
@@ -98,7 +97,7 @@ def all_in_one(mistakes: Sequence[MeshError]) -> MeshError:
 
 def config_from_dict(type_: type[T], values: dict[str, Any], overrides: Sequence[str] = ()) -> T:
     """As `load_config`, from a dict instead of a file. The dict is not changed."""
-    tree = _long_form(_type_info(type_), msgspec.to_builtins(values), fill=False)
+    tree = _long_form(type_info(type_), msgspec.to_builtins(values), fill=False)
     return _convert(type_, tree, _Places(None, {}, _apply_overrides(tree, overrides)))
 
 
@@ -237,10 +236,6 @@ def _key_in(node: object, part: str, override: str) -> str | int:
 # Converting -----------------------------------------------------------------------------------------------------------
 
 
-_type_info: Callable[[Any], msgspec.inspect.Type] = lru_cache(maxsize=32)(msgspec.inspect.type_info)
-"""Returns the fields of a type. Inspecting that of a run takes 20 CPU ms, and a load needs it several times."""
-
-
 def _long_form(node: msgspec.inspect.Type, value: Any, default: object = None, *, fill: bool = True) -> Any:
     """Replace short forms: a string in place of a struct that has a class attribute `short_form` means the field named
     there.
@@ -368,7 +363,7 @@ def _convert(type_: type[T], tree: dict[str, Any], places: _Places) -> T:
 
 def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple[T | None, list[ConfigError]]:
     mistakes: list[ConfigError] = []
-    kind = _type_info(type_)
+    kind = type_info(type_)
     rest = msgspec.to_builtins(tree)
     try:
         rest = _with_underlay(type_, rest, places)
@@ -396,7 +391,7 @@ def _convert_all(type_: type[T], tree: dict[str, Any], places: _Places) -> tuple
 def _with_underlay(type_: type, tree: dict[str, Any], places: _Places) -> dict[str, Any]:
     """Return `tree` over the values of the file that the type names for it. Settings that are now lists are replaced in
     both."""
-    kind = _type_info(type_)
+    kind = type_info(type_)
     underlay = getattr(type_, "underlay", None)
     file = underlay(tree, places.file.parent if places.file is not None else None) if underlay is not None else None
     if file is None:
@@ -569,7 +564,7 @@ def _field_names(type_: Any, path: str, tree: object) -> list[str]:
 
 def _nodes(type_: Any, path: str) -> list[msgspec.inspect.Type]:
     """Return the types that a value at `path` may have."""
-    nodes = [_type_info(type_)]
+    nodes = [type_info(type_)]
     for step in _steps(path):
         nodes = [below for node in nodes for below in _children(node, step)]
     return nodes
