@@ -93,6 +93,7 @@ class SelfPlayToy:
             functions={"call": lambda text: f"result of {text}"},
             config=RolloutConfig(limits=LimitsConfig(turns_max=64, tokens_max=4096)),
             rewards=lambda text: (Reward(name="correct", value=float(text == "<answer>r</answer>")),),
+            private_extras={"answer": "r."},
         )
         table = PromptTable(mesh.tokenizer, lambda answer: self._table(answer, table.prompt))
         mesh.generator = table  # type: ignore[assignment]
@@ -103,7 +104,6 @@ class SelfPlayToy:
                 tools=["calculator"],
                 lease_id=f"{self.seed}-{number}-{episode}",
                 seed=hash((self.seed, number, episode)) & 0xFFFFFFFF,
-                labels={"answer": "r."},
             )
             report = await mesh.runner(agent).run(given)
             assert not report.failure.message, report.failure

@@ -33,7 +33,7 @@ from ..shared.chat_server import chat_server
 from .reward_service import ServicePort, environment
 
 PREFIX = "The sky is "
-LABELS = {"original": "green today.", "rewritten": "blue today."}
+GIVEN = {"original": "green today.", "rewritten": "blue today."}
 QUALITY = {"green today.": 0, "red today.": 1, "blue today.": 2, "blue by day.": 3}
 
 
@@ -63,11 +63,11 @@ async def play(
     entry = {"kind": "openai", "base_url": server_url, "model": "m", "retry_s": 0.0}
     endpoints = Endpoints({"judge": config_from_dict(EndpointConfig, entry)})
     limits = LimitsConfig(score_calls_max=1, segments_max=segments_max)
-    mesh = LocalMesh(script=said, endpoints=endpoints, config=RolloutConfig(limits=limits))
+    mesh = LocalMesh(script=said, endpoints=endpoints, config=RolloutConfig(limits=limits), private_extras=GIVEN)
     mesh.scorer = ServicePort([environment("rank"), environment("rollout_won")])  # type: ignore[assignment]
     runner = mesh.runner(load_agent(Extension("continuation", {"rollouts": 2, **options})))
     for name in episodes:
-        report = await runner.run(lease([PREFIX], lease_id=name, labels=LABELS, purpose=purpose))
+        report = await runner.run(lease([PREFIX], lease_id=name, purpose=purpose))
         assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_COMPLETED, report.failure
     await endpoints.close()
     return mesh, mesh.samples.episodes
@@ -178,12 +178,11 @@ async def test_a_limit_before_the_ranking_trains_nothing(limits: dict[str, Any])
         script=lambda text: "red today.<|end|>",
         config=RolloutConfig(limits=config_from_dict(LimitsConfig, limits)),
         clock=clock,
+        private_extras=GIVEN,
     )
     mesh.scorer = ServicePort([environment("rank"), environment("rollout_won")])  # type: ignore[assignment]
     mesh.generator.gate.passes_max = 2
-    running = asyncio.ensure_future(
-        mesh.runner(load_agent(Extension("continuation"))).run(lease([PREFIX], labels=LABELS))
-    )
+    running = asyncio.ensure_future(mesh.runner(load_agent(Extension("continuation"))).run(lease([PREFIX])))
     while not running.done() and not mesh.generator.gate.held:  # noqa: ASYNC110 - the gate has no event
         await asyncio.sleep(0)
     clock.advance(6.0)
@@ -226,16 +225,16 @@ async def test_a_passage_is_cut_before_a_word_and_its_rest_is_rewritten(tmp_path
 
     async with chat_server(rewritten) as server:
         tasks = await read(tmp_path, server.url, rewriter="rewriter", prefix_share=0.4)
-    assert [(task.messages[0].content, dict(task.labels)) for task in tasks] == [
+    assert [(task.messages[0].content, dict(task.private_extras)) for task in tasks] == [
         ("The sky is", {"original": " green today.", "rewritten": " blue today."}),
-        ("Grass is", {"original": " blue now."}),  # the same text again is not a candidate
+        ("Grass is", {"original": " blue now.", "rewritten": None}),  # the same text again is not a candidate
     ]
-    assert {task.oracle_ref for task in tasks} == {""}
+    assert {(task.oracle_ref, len(task.labels), len(task.extras)) for task in tasks} == {("", 0, 0)}
 
 
 async def test_without_a_rewriter_none_is_asked_and_a_file_without_passages_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("The sky is green today.")
     (task,) = await read(tmp_path, "http://127.0.0.1:9")
-    assert dict(task.labels) == {"original": " green today."}
+    assert dict(task.private_extras) == {"original": " green today.", "rewritten": None}
     with pytest.raises(ConfigError, match="no task is in the train split"):
         await read(tmp_path, "http://127.0.0.1:9", chars_min=100)

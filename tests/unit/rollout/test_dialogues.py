@@ -21,7 +21,7 @@ from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, FinishReason, Outcome, Reward, Role
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
-from rollmesh.testing.rollout import FixedScorer, LocalMesh, lease
+from rollmesh.testing.rollout import FixedPrivateData, FixedScorer, LocalMesh, lease
 from rollmesh.trainer.recipe import find_recipe, read_recipe
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
@@ -53,7 +53,13 @@ async def talking(
         }
         limits = LimitsConfig(context_tokens_max=8192)
         config = RolloutConfig(limits=limits, sampling=sampling or SamplingConfig())
-        mesh = LocalMesh(script=script, endpoints=Endpoints(table), config=config, clock=clock or SystemClock())
+        mesh = LocalMesh(
+            script=script,
+            endpoints=Endpoints(table),
+            config=config,
+            clock=clock or SystemClock(),
+            private_extras={"description": REPORT},
+        )
         if scorers:
             mesh.scorer = ServicePort([*scorers])  # type: ignore[assignment]
         yield mesh, server
@@ -93,9 +99,7 @@ async def consulted(*turns: str, **options: Any) -> tuple[Episode, float, ChatSe
         return json.dumps({"status": status, "answer": answer})
 
     async with talking(respond, doctor(*asking), environment("inquiry", min=-25, max=10)) as (mesh, server):
-        episode = await run(
-            mesh, "consultation", {"turns_min": 5, "turns_max": 5, **options}, labels={"description": REPORT}
-        )
+        episode = await run(mesh, "consultation", {"turns_min": 5, "turns_max": 5, **options})
     (sample,) = episode.samples
     (reward,) = sample.rewards
     assert reward.outcome is Outcome.OK
@@ -154,10 +158,20 @@ async def test_a_turn_that_its_token_limit_cuts_ends_the_consultation() -> None:
         environment("inquiry", min=-25, max=10),
         sampling=SamplingConfig(max_tokens=32),
     ) as (mesh, _):
-        episode = await run(mesh, "consultation", {"turns_min": 5, "turns_max": 5}, labels={"description": REPORT})
+        episode = await run(mesh, "consultation", {"turns_min": 5, "turns_max": 5})
     (sample,) = episode.samples
     assert [reward.value for reward in sample.rewards] == [1.0 - 5.0]
     assert episode.path_segments(sample)[-1].finish is FinishReason.LENGTH
+
+
+async def test_the_patient_has_the_report_in_an_evaluation_and_no_label_gives_it() -> None:
+    script = doctor("How long\N{FULLWIDTH QUESTION MARK}", "Diagnosis: a cold")
+    async with talking(with_one_answer, script, environment("inquiry", min=-25, max=10)) as (mesh, server):
+        await run(mesh, "consultation", {}, purpose=types_pb2.PURPOSE_EVAL)
+        assert REPORT in server.requests[0]["messages"][0]["content"]
+        mesh.data = FixedPrivateData({})
+        with pytest.raises(AssertionError, match="no private extra `description`; .*remove the label `description`"):
+            await run(mesh, "consultation", {}, labels={"description": REPORT}, lease_id="labelled")
 
 
 async def test_the_time_limit_counts_as_a_last_turn_without_a_diagnosis() -> None:
@@ -168,9 +182,7 @@ async def test_the_time_limit_counts_as_a_last_turn_without_a_diagnosis() -> Non
     ):
         gate = mesh.generator.gate
         gate.passes_max = 1  # the first turn is one piece, and the second one waits
-        running = asyncio.ensure_future(
-            run(mesh, "consultation", {"turns_min": 5, "turns_max": 5}, labels={"description": REPORT})
-        )
+        running = asyncio.ensure_future(run(mesh, "consultation", {"turns_min": 5, "turns_max": 5}))
         while not running.done() and not gate.held:  # noqa: ASYNC110 - the gate has no event
             await asyncio.sleep(0)
         clock.advance(mesh.config.limits.run_s_max + 1)
@@ -184,7 +196,7 @@ async def test_a_patient_that_answers_nonsense_is_an_infra_failure() -> None:
         script = doctor("How long\N{FULLWIDTH QUESTION MARK}")
         async with talking(lambda body, said=said: said, script) as (mesh, _):  # type: ignore[misc]
             with pytest.raises(AssertionError, match="the patient must return JSON"):
-                await run(mesh, "consultation", {}, labels={"description": REPORT})
+                await run(mesh, "consultation", {})
 
 
 # Two futures of a dialogue --------------------------------------------------------------------------------------------

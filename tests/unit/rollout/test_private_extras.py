@@ -129,6 +129,26 @@ async def test_an_evaluation_requests_no_private_extras_and_a_read_says_why() ->
     assert exported.outcome == COMPLETED, exported.failure
 
 
+class Patient(Reader):
+    """`turns` is a part of its environment."""
+
+    environment_extras = ("turns",)
+
+    async def run(self, task: Task, env: Environment) -> None:
+        self.read.append(env.private_extra("turns"))
+        await env.generate()
+        env.private_text("solution")
+
+
+async def test_an_evaluation_has_what_is_a_part_of_the_environment_and_no_solution() -> None:
+    mesh, agent = mesh_with(), Patient()
+    report = await mesh.runner(agent).run(lease(purpose=types_pb2.PURPOSE_EVAL))
+    assert agent.read == [[{"role": "user", "content": SECRET}]]
+    assert mesh.data.asked == [("t", ("turns",))]
+    assert report.failure.reason == "PERMISSION_DENIED"
+    assert "read `solution` only if `env.purpose` is not EVAL" in report.failure.message
+
+
 # Permissions ----------------------------------------------------------------------------------------------------------
 
 HINTS = """

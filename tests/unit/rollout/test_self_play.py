@@ -20,7 +20,7 @@ from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.domain.trajectory import Episode, Outcome, Reward
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.config import EndpointConfig
-from rollmesh.testing.rollout import LocalMesh, lease
+from rollmesh.testing.rollout import FixedPrivateData, LocalMesh, lease
 from rollmesh.trainer.recipe import find_recipe, read_recipe
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
@@ -63,9 +63,10 @@ async def asked(
         functions={"call": lambda text: f"result of {text}"},
         steps=(STEP,),
         rewards=lambda text: (Reward(name="correct", value=float(text == "<answer>4</answer>")),),
+        private_extras={"answer": "four"},
     )
     agent = load_agent(Extension("search_self_play", {"endpoint": endpoint, "num_solvers": 3}))
-    given = {"labels": {"answer": "four"}, "tools": ["calculator"], "messages": ["Ask for: four"], **of_lease}
+    given = {"tools": ["calculator"], "messages": ["Ask for: four"], **of_lease}
     report = await mesh.runner(agent).run(lease(**given))
     assert report.outcome == COMPLETED, report.failure
     return mesh, mesh.samples.episodes[-1]
@@ -116,11 +117,16 @@ async def test_a_question_that_is_not_accepted_has_no_solvers_and_no_reward(scri
     assert await played_rewards(items_of(mesh.scorer.items[-1], answers=["4"])) == [0.0]
 
 
-async def test_a_task_without_the_label_fails_and_an_evaluation_has_one_answer() -> None:
+async def test_a_task_without_the_answer_fails_and_an_evaluation_has_one_answer() -> None:
     mesh = LocalMesh(script=player(), functions={"call": lambda text: "7"})
     agent = load_agent(Extension("search_self_play", {"endpoint": ""}))
     report = await mesh.runner(agent).run(lease(tools=["calculator"]))
-    assert "the task t has no label `answer`" in report.failure.message
+    assert "the task t has no private extra `answer`" in report.failure.message
+    labelled = await mesh.runner(agent).run(lease(tools=["calculator"], labels={"answer": "four"}))
+    assert "remove the label `answer`, which every process of the run can read" in labelled.failure.message
+    mesh.data = FixedPrivateData({"answer": None})
+    report = await mesh.runner(agent).run(lease(tools=["calculator"], lease_id="null"))
+    assert "the private extra `answer` of the task t must be the answer" in report.failure.message
     _, episode = await asked(player(), messages=[QUESTION], purpose=types_pb2.PURPOSE_EVAL)
     assert [sample.role for sample in episode.samples] == [""]
 

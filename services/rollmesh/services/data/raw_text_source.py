@@ -3,8 +3,9 @@
 The passage is cut before the first word that begins at `prefix_share` of its length or later, and before the white
 space in front of it, which tokens of a word usually contain. The prompt has the text before the cut, as the content of
 one message; an agent that reads raw text, such as `continuation`, gives it to the model without a chat template. The
-labels `original` and, if `rewriter` names an endpoint, `rewritten` have the text after the cut and another version of
-it, both with the white space at their start. A rewritten text that is empty or equal to the original is omitted.
+private extras `original` and, if `rewriter` names an endpoint, `rewritten` have the text after the cut and another
+version of it, both with the white space at their start. A rewritten text that is empty or equal to the original is
+null.
 
 Source: Self-Improving Pretraining (2026-01, arXiv:2601.21343; no public code): candidates for the next tokens of a
 document are its own suffix, a suffix that a strong model rewrote, and samples of the policy. The prompt of the rewriter
@@ -46,7 +47,7 @@ class RawTextOptions(PassageOptions):
     prefix_share: Annotated[float, Meta(gt=0, lt=1)] = 0.5
     """Share of the characters of a passage that are the prompt, at least."""
     rewriter: str = ""
-    """Endpoint that rewrites the rest of the passage. Empty: tasks have no rewritten text."""
+    """Endpoint that rewrites the rest of the passage. Empty: the rewritten text of each task is null."""
 
 
 class RawTextSource(AskingSource):
@@ -66,13 +67,13 @@ class RawTextSource(AskingSource):
                 continue  # no word begins after the share
             prefix, suffix = passage.text[: cut.start()].rstrip(), passage.text[cut.start() :]
             space = passage.text[len(prefix) : cut.start()]
-            labels = {ORIGINAL: space + suffix}
+            given: dict[str, str | None] = {ORIGINAL: space + suffix, REWRITTEN: None}
             if options.rewriter:
                 rewritten = self.ask(options.rewriter, REWRITE.format(prefix=prefix, suffix=suffix))
-                labels |= {REWRITTEN: space + rewritten} if rewritten not in ("", suffix) else {}
+                given[REWRITTEN] = space + rewritten if rewritten not in ("", suffix) else None
             yield PoolTask(
                 task_id=f"{options.name}-{passage.number}",
                 messages=(Message(role="user", content=prefix),),
-                labels=labels,
+                private_extras=given,
                 split=passage.split,
             )

@@ -68,6 +68,13 @@ class Agent(Plugin):
         permit them. A class may have a tuple of this name in place of the property."""
         return ()
 
+    @property
+    def environment_extras(self) -> Sequence[str]:
+        """Names of those of `private_extras` that are a part of the environment and no solution, such as the report of
+        a simulated patient. Evaluations have them, too. A class may have a tuple of this name in place of the
+        property."""
+        return ()
+
     @required
     async def run(self, task: Task, env: Environment) -> None:
         """Work on one task until it is finished."""

@@ -571,8 +571,8 @@ class Environment:
         """Return a private extra of the task, such as its solution: a JSON value. The agent must declare it in
         `private_extras`. What it puts into the conversation, a tool call or an exception is not private any more.
 
-        Raises PermissionDenied for a name that it does not declare, and in an evaluation, and InvalidInput if the task
-        does not have it.
+        Raises PermissionDenied for a name that it does not declare, and in an evaluation for one that is not in its
+        `environment_extras`, and InvalidInput if the task does not have it.
         """
         return self._state.private.read(name)
 

@@ -164,15 +164,16 @@ class EpisodeRunner:
         config, task = self._parts.config, lease.task_message
         with boundary("agent"):
             names = permitted_extras(lease.task.agent or config.agent.name, agent, config)
-        if not names or lease.purpose is Purpose.EVAL:
-            return PrivateExtras(lease.task, names, None)
-        if lease.submitted:  # another task of the data service may have its id
-            return PrivateExtras(lease.task, names, {})
-        with boundary("data"):
-            values = await self._parts.data.private_extras(
-                run=lease.key.run, split=task.split, task_id=task.task_id, names=names
-            )
-        return PrivateExtras(lease.task, names, values)
+        withheld: tuple[str, ...] = ()
+        if lease.purpose is Purpose.EVAL:
+            withheld = tuple(name for name in names if name not in agent.environment_extras)
+        wanted, values = tuple(name for name in names if name not in withheld), dict[str, object]()
+        if wanted and not lease.submitted:  # another task of the data service may have the id of a submitted one
+            with boundary("data"):
+                values |= await self._parts.data.private_extras(
+                    run=lease.key.run, split=task.split, task_id=task.task_id, names=wanted
+                )
+        return PrivateExtras(lease.task, names, values, withheld)
 
     @asynccontextmanager
     async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:

@@ -1,8 +1,8 @@
 """Let the model question a simulated patient over several turns, and end with a diagnosis.
 
 DoctorAgent-RL (2025-05, arXiv:2505.19630; code: JarvisUSTC/DoctorAgent-RL). The patient is an endpoint, which gets a
-description that the model does not see (the label `description`), the questions so far, and the question. Each turn of
-the model is a question, or a diagnosis, which begins with `marker` and ends the episode. Rewards of the turns:
+description that the model does not see (the private extra `description`), the questions so far, and the question. Each
+turn of the model is a question, or a diagnosis, which begins with `marker` and ends the episode. Rewards of the turns:
 
     -2      the turn has no <answer>...</answer> at its end, or does not ask exactly one question     (`malformed`)
     -2      the question was asked before                                                            (`repeated`)
@@ -32,6 +32,7 @@ from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, Settings
+from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import FinishReason, Purpose
 
@@ -57,8 +58,9 @@ class ConsultationOptions(Settings):
 
     endpoint: NonEmptyStr = "patient"
     """Name of the patient in the table `endpoints`."""
-    label: NonEmptyStr = "description"
-    """Label of the task with the report of the patient."""
+    description: ExtraName = "description"
+    """Private extra of the task with the report of the patient. Name its field in
+    `data.source.options.private_extras`."""
     marker: NonEmptyStr = "Diagnosis:"
     """Text in an answer that makes it a diagnosis."""
     turns_min: Annotated[int, Meta(ge=1)] = 2
@@ -89,13 +91,20 @@ class ConsultationAgent(Agent):
     def __init__(self, *, options: ConsultationOptions) -> None:
         self._options = options
 
+    @property
+    def private_extras(self) -> tuple[str, ...]:
+        """The report of the patient, which the model must find out."""
+        return (self._options.description,)
+
+    @property
+    def environment_extras(self) -> tuple[str, ...]:
+        """The patient has it in an evaluation, too."""
+        return (self._options.description,)
+
     async def run(self, task: Task, env: Environment) -> None:
-        options, description = self._options, task.labels.get(self._options.label, "")
+        options, description = self._options, env.private_text(self._options.description)
         if not description:
-            raise ValueError(
-                f"the task {task.task_id} has no label `{options.label}` with the report of the patient; name the "
-                "field in `data.source.options.labels`"
-            )
+            raise ValueError(f"the private extra `{options.description}` of the task {task.task_id} must be a report")
         num_turns = options.turns_max
         if env.purpose is Purpose.TRAIN:
             num_turns = drawing(env, group=True).randint(options.turns_min, options.turns_max)

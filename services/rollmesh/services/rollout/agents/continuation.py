@@ -1,9 +1,9 @@
 """Continue raw text, and train on the continuation that a judge prefers, of the policy or given.
 
 The context is the text of the task alone, without a chat template. The candidates for the next `tokens` tokens are
-`rollouts` samples of the policy and, from the labels of the task, its `original` and its `rewritten` continuation, both
-cut to the same length. The endpoint `judge` gets the candidates in random order under letters, without their sources,
-and ranks them by quality, safety and factuality.
+`rollouts` samples of the policy and, from the private extras of the task, its `original` and its `rewritten`
+continuation, both cut to the same length. The endpoint `judge` gets the candidates in random order under letters,
+without their sources, and ranks them by quality, safety and factuality.
 
     rank  of each candidate: (n - position) / (n - 1), so 1 for the first and 0 for the last of n
     rollout_won  of the episode: 1 if a sample of the policy is the first, else 0
@@ -34,10 +34,11 @@ from rollmesh.services.rollout.agent import Agent, LimitReached, Task
 from rollmesh.services.rollout.agents.draws import drawing
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.trajectory import FinishReason, IntArray, Purpose, Role, Source
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-LABELS = ("original", "rewritten")
+GIVEN_MAX = 2
 RANK, ROLLOUT_WON = "rank", "rollout_won"
 ROLLOUT = "rollout"
 """Role of the samples of the policy."""
@@ -58,10 +59,17 @@ class ContinuationOptions(Settings):
 
     endpoint: NonEmptyStr = "judge"
     """Name of the judge in the table `endpoints`."""
-    rollouts: Annotated[int, Meta(ge=1, le=len(LETTERS) - len(LABELS))] = 4
+    rollouts: Annotated[int, Meta(ge=1, le=len(LETTERS) - GIVEN_MAX)] = 4
     """Number of samples of the policy per episode."""
     tokens: PositiveInt = 128
     """Length of a candidate, in tokens."""
+    given: Annotated[tuple[ExtraName, ...], Meta(max_length=GIVEN_MAX)] = ("original", "rewritten")
+    """Private extras of a task with given continuations, each a text or null for none. The name is the role of the
+    sample."""
+
+    def check_fields(self) -> None:
+        if ROLLOUT in self.given or len(set(self.given)) < len(self.given):
+            raise ValueError(f"`given` must have different names other than `{ROLLOUT}`, got {list(self.given)}")
 
 
 class RankedText(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +77,7 @@ class RankedText(msgspec.Struct, frozen=True, kw_only=True):
 
     text: str
     source: str
-    """`rollout`, `original` or `rewritten`."""
+    """`rollout`, or the name of the private extra."""
     env: Environment
     """The branch with its tokens, or of a given text the branch before it."""
     given: IntArray | None = None
@@ -84,10 +92,21 @@ class ContinuationAgent(Agent):
     def __init__(self, *, options: ContinuationOptions) -> None:
         self._options = options
 
+    @property
+    def private_extras(self) -> tuple[str, ...]:
+        """The given continuations, which the policy must not see."""
+        return self._options.given
+
+    @property
+    def environment_extras(self) -> tuple[str, ...]:
+        """The judge compares with them in an evaluation, too, in which no context contains them."""
+        return self._options.given
+
     async def run(self, task: Task, env: Environment) -> None:
         prefix = "".join(message.content for message in task.messages)
         env.begin(env.encode(prefix), task.messages)
-        candidates = [self._given(env, label, task.labels[label]) for label in LABELS if task.labels.get(label)]
+        given = {name: env.private_text(name) for name in self._options.given}
+        candidates = [self._given(env, name, text) for name, text in given.items() if text]
         branches: list[Environment] = []
         try:
             await self._compete(env, prefix, candidates, branches)
@@ -109,16 +128,16 @@ class ContinuationAgent(Agent):
         if len(candidates) < 2:
             raise ValueError(
                 f"the agent `continuation` needs at least 2 candidates, got {len(candidates)} for task "
-                f"{env.task.task_id}; set `rollouts` higher, or give the label `original`"
+                f"{env.task.task_id}; set `rollouts` higher, or give the private extra `original`"
             )
         drawing(env).shuffle(candidates)
         order = await self._ranking(env, prefix, [candidate.text for candidate in candidates])
         self._mark(env, [candidates[index] for index in order])
 
-    def _given(self, env: Environment, label: str, text: str) -> RankedText:
-        """Return a candidate from a label, cut to the length of a sample."""
+    def _given(self, env: Environment, name: str, text: str) -> RankedText:
+        """Return a given candidate, cut to the length of a sample."""
         tokens = env.encode(text)[: self._options.tokens]
-        return RankedText(text=env.decode(tokens), source=label, env=env.branch(), given=tokens)
+        return RankedText(text=env.decode(tokens), source=name, env=env.branch(), given=tokens)
 
     async def _sampled(self, branch: Environment) -> RankedText:
         turn = await branch.generate(max_tokens=self._options.tokens)

@@ -30,6 +30,7 @@ from rollmesh.services.rollout.agent_types import ToolResult
 from rollmesh.services.rollout.agents.tool_calling import ToolCall, act
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.config.settings import NonEmptyStr, PositiveInt, Settings
+from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.text import elements
 from rollmesh.shared.domain.trajectory import Message, Purpose, Role, Source
 
@@ -41,8 +42,9 @@ class SearchSelfPlayOptions(Settings):
 
     num_solvers: PositiveInt = 5
     """Answers to each accepted question. `rollout.limits` count the turns and tokens of all of them."""
-    label: NonEmptyStr = "answer"
-    """Label of the task with the answer that the proposer gets."""
+    answer: ExtraName = "answer"
+    """Private extra of the task with the answer that the proposer gets. Name its field in
+    `data.source.options.private_extras`."""
     reward: NonEmptyStr = "correct"
     """Name of the reward in `reward.scorers` that judges an answer."""
     success_min: float = 1.0
@@ -74,13 +76,18 @@ class SearchSelfPlayAgent(Agent):
     def __init__(self, *, options: SearchSelfPlayOptions) -> None:
         self._options = options
 
+    @property
+    def private_extras(self) -> tuple[str, ...]:
+        """The answer, which no question may contain."""
+        return (self._options.answer,)
+
     async def run(self, task: Task, env: Environment) -> None:
         if env.purpose is not Purpose.TRAIN:
             await act(task, env)
             return
         calls: list[tuple[ToolCall, ToolResult]] = []
         await self._play(task, env, PROPOSER, calls)
-        question = self._question(task, env, calls)
+        question = self._question(env, calls)
         results = "\n\n".join(env.shortened(result.text) for _, result in calls if result.ok)
         if question is None or not results or not await self._is_answerable(env, question, results):
             return
@@ -100,14 +107,14 @@ class SearchSelfPlayAgent(Agent):
             if env.token_ids.size > before:
                 env.sample(role=role)
 
-    def _question(self, task: Task, env: Environment, calls: Sequence[tuple[ToolCall, ToolResult]]) -> str | None:
+    def _question(self, env: Environment, calls: Sequence[tuple[ToolCall, ToolResult]]) -> str | None:
         """Return the question of the proposer, or None if its form is wrong."""
         options = self._options
-        answer = task.labels.get(options.label, "").strip()
+        answer = env.private_text(options.answer).strip()
         if not answer:
             raise ValueError(
-                f"the task {task.task_id} has no label `{options.label}` with the answer that the proposer gets; "
-                "name the field in `data.source.options.labels`"
+                f"the private extra `{options.answer}` of the task {env.task.task_id} must be the answer that the "
+                "proposer gets"
             )
         question = next(iter(elements(env.messages[-1].content, "question")), "").strip()
         texts = [call.text for call, _ in calls]
