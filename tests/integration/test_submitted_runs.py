@@ -17,7 +17,9 @@ import pytest
 from rollmesh.client import Client
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
+from rollmesh.services.coordinator import readings
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.metrics import SUBMITTED
 from rollmesh.shared.config.registry import Extension
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import run_pb2, types_pb2
@@ -84,6 +86,12 @@ async def test_every_task_is_answered_once_while_services_restart(tmp_path: Path
                 await operator.until(partial(has_answered, first + 1))
         await operator.finished()
         state, facts, report = await operator.state(), await operator.facts(), await operator.audit()
+        read = await readings.read(mesh.service("coordinator"))
+    assert {one.labels: one.value for one in read if one.metric is SUBMITTED} == {
+        (mesh.run, "open"): 0,
+        (mesh.run, "drawn"): 0,
+        (mesh.run, "answered"): 30,
+    }
     drawn = Counter(fact.task.task_id for fact in facts if isinstance(fact, f.GroupReserved))
     assert drawn == {f"t{number}": 1 for number in range(30)}
     assert report.holds, report.to_text()

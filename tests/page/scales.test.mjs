@@ -87,3 +87,8 @@ test("addresses of views survive a round trip, also with special characters", ()
   assert.equal(route.parse("#/%E0%A4%A").view, "runs");
   assert.equal(route.parse("").view, "runs");
 });
+
+test("submitted tasks are shown with those that are not answered", () => {
+  assert.deepEqual(format.submittedTasks({ open: 1200, drawn: 3, answered: 0, finished: false }), ["0", "1,200 open, 3 drawn, clients may submit more"]);
+  assert.deepEqual(format.submittedTasks({ answered: 5, finished: true }), ["5", "0 open, 0 drawn, no further ones follow"]);
+});

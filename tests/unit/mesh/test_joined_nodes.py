@@ -117,3 +117,16 @@ def test_status_shows_where_payloads_of_a_live_run_go() -> None:
     console = Console(width=100, record=True)
     console.print(status_view(MeshStatus(nodes=[], runs=runs, payloads="files")))
     assert console.export_text().count("payloads go to files of the run folder") == 1
+
+
+def test_status_shows_the_submitted_tasks_of_a_run_that_has_some() -> None:
+    tasks = run_pb2.SubmittedTasks(open=3, drawn=1, answered=5)
+    runs = [run_pb2.RunState(run="served", submitted=tasks), run_pb2.RunState(run="drawn")]
+    console = Console(width=100, record=True)
+    console.print(status_view(MeshStatus(nodes=[], runs=runs)))
+    text = console.export_text()
+    assert "submitted tasks: 3 open, 1 drawn, 5 answered; clients may submit more" in text
+    assert text.count("submitted tasks") == 1
+    runs[0].submitted.finished = True
+    console.print(status_view(MeshStatus(nodes=[], runs=runs)))
+    assert "5 answered; no further ones follow" in console.export_text()

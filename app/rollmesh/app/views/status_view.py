@@ -154,6 +154,8 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
             f"{policy.trainer_epoch}"
         )
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
+    if run.HasField("submitted"):
+        yield Text(f"  submitted tasks: {_submitted(run.submitted)}")
     yield Text(f"  leases: {_leases(run.leases)}")
     yield Text(f"  samples: {_sample_counts(run.samples)}")
     if failure := failed_attempts_text(run.failed_attempts.num, run.failed_attempts.cause):
@@ -170,6 +172,11 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
 
 def _published(step: int) -> str:
     return "nothing" if step < 0 else str(step)
+
+
+def _submitted(tasks: run_pb2.SubmittedTasks) -> str:
+    more = "no further ones follow" if tasks.finished else "clients may submit more"
+    return f"{tasks.open} open, {tasks.drawn} drawn, {tasks.answered} answered; {more}"
 
 
 def _leases(leases: run_pb2.LeaseCounts) -> str:

@@ -23,6 +23,12 @@ AHEAD = gauge(
     "run", "limit",
     limit=("admitted", "demand", "bound"),
 )  # fmt: skip
+SUBMITTED = gauge(
+    "rollmesh_coordinator_submitted_tasks",
+    "Tasks that clients submitted, by state: open waits for admission, drawn is in progress, answered is decided.",
+    "run", "state",
+    state=("open", "drawn", "answered"),
+)  # fmt: skip
 LEASES = gauge(
     "rollmesh_coordinator_leases", "Held leases: of episodes, of batches, of batches in doubt.", "run", "kind",
     kind=("episode", "batch", "in_doubt"),

@@ -26,6 +26,7 @@ from rollmesh.services.coordinator.metrics import (
     STALENESS,
     STALLED,
     STEP,
+    SUBMITTED,
     TOKENS,
     WAITING,
 )
@@ -60,6 +61,7 @@ def _run(run: str, core: Core, head: LedgerHead, now_s: float) -> list[Reading]:
             Reading(AHEAD, num, (run, limit))
             for limit, num in demand.ahead_groups(core.state, core.ephemeral.demand).items()
         ),
+        *_submitted(run, state),
         *_queues(run, core),
         Reading(STALENESS, _staleness(policy), (run,)),
         *_clock(run, policy),
@@ -90,6 +92,13 @@ def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:
 def _staleness(policy: run_pb2.PolicyState) -> dict[int, int]:
     """Return the trained samples by staleness. Those without tokens of the policy have none."""
     return {int(lag): int(num) for lag, num in policy.trained_by_staleness.items() if lag >= 0}
+
+
+def _submitted(run: str, state: run_pb2.RunState) -> list[Reading]:
+    """Return the numbers of submitted tasks, or nothing for a run that draws its tasks from the data service."""
+    tasks = state.submitted
+    numbers = {"open": tasks.open, "drawn": tasks.drawn, "answered": tasks.answered}
+    return [Reading(SUBMITTED, num, (run, name)) for name, num in numbers.items() if state.HasField("submitted")]
 
 
 def _queues(run: str, core: Core) -> list[Reading]:

@@ -27,6 +27,12 @@ export function duration(seconds) {
   return rest ? `${whole} ${name} ${rest} ${next[0]}` : `${whole} ${name}`;
 }
 
+// Return the number of answered tasks, and a note on the others, of the tasks that clients submitted.
+export function submittedTasks(tasks) {
+  const more = tasks.finished ? "no further ones follow" : "clients may submit more";
+  return [number(tasks.answered ?? 0), `${number(tasks.open ?? 0)} open, ${number(tasks.drawn ?? 0)} drawn, ${more}`];
+}
+
 // Return policy@step, with the incarnation after a roll-back.
 export function version(v) {
   if (!v) return "–";

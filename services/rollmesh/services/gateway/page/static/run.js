@@ -3,7 +3,7 @@ import { get, runPath } from "./api.js";
 import { verdictLine } from "./audit.js";
 import { histogramOverTime, lines, stacked } from "./charts.js";
 import { h, replace, table } from "./dom.js";
-import { duration, number, percent, plural } from "./format.js";
+import { duration, number, percent, plural, submittedTasks } from "./format.js";
 import { link } from "./route.js";
 import { lagRows, meanLag, shownEvaluations } from "./scales.js";
 
@@ -28,6 +28,7 @@ function cards(state, history) {
     card(graded ? "held-out reward" : "held-out success", success === undefined ? "–" : shown(success), first === undefined ? (spec.eval_every ? "no evaluation yet" : "this run has no evaluations") : `${shown(first)} at step ${evals[0].step}`),
     card("staleness, mean", number(meanLag(policy.trained_by_staleness ?? {}), 2), `bound ${number(spec.max_staleness ?? 0)}`),
     card("published", policy.published_step >= 0 ? `step ${number(policy.published_step)}` : "nothing", `checkpoint ${number(policy.checkpoint_update ?? 0)}, incarnation ${number(policy.incarnation ?? 0)}`),
+    state.submitted ? card("submitted tasks answered", ...submittedTasks(state.submitted)) : null,
     card("tokens generated", number(policy.tokens_generated ?? 0), `${number(policy.tokens_trained ?? 0)} trained`),
     card("time", duration(state.seconds), state.ended ? "ended" : `progress ${duration(state.idle_s)} ago`));
 }
