@@ -315,7 +315,7 @@ async def test_a_run_continues_when_a_full_disk_of_the_streams_has_room_again(
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     os.symlink(small_disk, run_dir / "nats")
-    made = config(model, updates_max=8)
+    made = config(model, updates_max=12)
     made = msgspec.structs.replace(
         made,
         bus=msgspec.structs.replace(
@@ -341,7 +341,7 @@ async def test_a_run_continues_when_a_full_disk_of_the_streams_has_room_again(
         await bus.close()
         report = await operator.audit()
     assert report.holds, report.to_text()
-    assert report.updates == 8
+    assert report.updates == 12
 
 
 def fill(path: Path) -> None:

@@ -249,11 +249,11 @@ def _audited(out: Path) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("processes", ["false", pytest.param("true", marks=pytest.mark.slow)])
-async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path, processes: str) -> None:
+@pytest.mark.parametrize("start", ["--in-process", pytest.param("processes.enabled=true", marks=pytest.mark.slow)])
+async def test_interrupted_run_writes_a_checkpoint_and_goes_on(mine: Path, start: str) -> None:
     """A run starts in one process, or with a process per service, and resumes in one process."""
     out = mine / "run"
-    changes = ("run.updates_max=2000", "run.eval_every=0", f"processes.enabled={processes}")
+    changes = ("run.updates_max=2000", "run.eval_every=0", start)
     output = await _interrupted("train", str(mine / "mine.yaml"), *changes, "--out", str(out))
     first = json.loads((out / "summary.json").read_text())
     assert first["outcome"] == "interrupted"
