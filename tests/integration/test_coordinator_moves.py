@@ -29,7 +29,7 @@ from ..nats_cluster import NatsCluster
 from .test_mesh import Operator, policy
 
 HERE, ELSEWHERE = "127.0.0.1", "127.0.0.2"
-UPDATES = 12
+UPDATES = 8
 
 
 def config(tmp_path: Path, nats: NatsCluster, coordinator: str, standby: tuple[str, ...]) -> MeshConfig:

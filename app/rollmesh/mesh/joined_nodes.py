@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import msgspec
 
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.decoding import UNDECODABLE
+from rollmesh.shared.store.whole_files import write_whole
 from rollmesh.shared.telemetry.span_file import FOLDER as TRACES
 from rollmesh.v1 import coordinator_pb2
 
@@ -98,8 +98,6 @@ def _write(folder: Path, entries: list[Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         text = json.dumps(entries) + "\n"
         if not path.exists() or path.read_text() != text:
-            temporary = path.with_suffix(".tmp")
-            temporary.write_text(text)
-            os.replace(temporary, path)
+            write_whole(path, text.encode(), private=False)
     except OSError as error:
         _log.warning("cannot write %s: %s; joined nodes are missing in it", path, error.strerror)

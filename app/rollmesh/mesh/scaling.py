@@ -10,7 +10,6 @@ from before its start.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +21,7 @@ from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.domain.ids import RandomIds
 from rollmesh.shared.errors import ConfigError, FailedPrecondition, MeshError
+from rollmesh.shared.store.whole_files import write_whole
 
 T = TypeVar("T")
 
@@ -136,6 +136,4 @@ def _read(path: Path, type_: type[T]) -> T | None:
 
 
 def _write(path: Path, value: msgspec.Struct) -> None:
-    partial = path.with_suffix(".partial")
-    partial.write_bytes(msgspec.json.encode(value))
-    os.replace(partial, path)
+    write_whole(path, msgspec.json.encode(value), private=False)

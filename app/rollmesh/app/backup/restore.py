@@ -35,6 +35,7 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import AlreadyExists, DataLoss
 from rollmesh.shared.store.disk import disk_full_errors
+from rollmesh.shared.store.whole_files import write_whole
 
 _PENDING_MAX = 256
 
@@ -80,9 +81,7 @@ def _claim(out: Path, summary: BackupSummary) -> RunFolder:
 
 
 def _mark(folder: RunFolder, marker: _Marker) -> None:
-    partial = folder.root / f".{RESTORING}.partial"
-    partial.write_bytes(msgspec.json.encode(marker))
-    partial.rename(folder.root / RESTORING)
+    write_whole(folder.root / RESTORING, msgspec.json.encode(marker), private=False)
 
 
 def _write_config(folder: RunFolder, about: BackupAbout, overrides: Sequence[str]) -> tuple[TrainConfig, Path]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from rollmesh.app.lake.files import whole_file
+from rollmesh.app.lake.files import stored_file
 from rollmesh.app.lake.query import SampleTables, quoted
 from rollmesh.app.lake.rows import sample_line
 from rollmesh.app.samples.samples import SampleLine
@@ -126,7 +126,7 @@ def _choose(tables: SampleTables, columns: str, kind: str, where: str, run: str)
 @contextmanager
 def _file(path: Path) -> Iterator[Path]:
     try:
-        with whole_file(path) as partial:
+        with stored_file(path) as partial:
             yield partial
     except OSError as err:
         raise ConfigError(f"--out {path}: cannot be written: {err.strerror}; name another file", path=path) from err

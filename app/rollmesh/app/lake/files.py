@@ -26,7 +26,8 @@ from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.domain.formats import check_format
 from rollmesh.shared.errors import ConfigError, FailedPrecondition
 from rollmesh.shared.store.disk import disk_full_errors
-from rollmesh.shared.store.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder
+from rollmesh.shared.store.whole_files import PARTIAL_SUFFIX, whole_file
 
 FOLDER = "samples"
 """Folder of the files in the run folder."""
@@ -39,7 +40,6 @@ UNTRAINED = "none"
 KEY = b"rollmesh"
 """Key of the note in the metadata of a file."""
 Note = TypeVar("Note", bound=msgspec.Struct)
-_PARTIAL = ".partial"
 _LOCK = "export.lock"
 
 
@@ -127,7 +127,7 @@ def owned(folder: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise FolderBusy(f"{folder}: another call writes to it; wait until it ends") from None
-        for path in folder.rglob(f"*{_PARTIAL}"):
+        for path in folder.rglob(f"*{PARTIAL_SUFFIX}"):
             path.unlink()
         yield
     finally:
@@ -136,9 +136,9 @@ def owned(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def parquet_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
-    """Write a Parquet file as `whole_file` does."""
+    """Write a Parquet file as `stored_file` does."""
     with (
-        whole_file(path) as partial,
+        stored_file(path) as partial,
         open(partial, "wb") as file,
         pq.ParquetWriter(file, schema, compression="zstd") as writer,
     ):
@@ -146,19 +146,10 @@ def parquet_file(path: Path, schema: pa.Schema) -> Iterator[pq.ParquetWriter]:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
-    """Yield an empty private file with a temporary name. If the context is left without an error, store it on the disk
-    and rename it to `path`. Raises DiskFull."""
-    partial = path.with_name(path.name + _PARTIAL)
-    try:
-        with disk_full_errors(path.parent):
-            open(partial, "wb", opener=private_opener).close()
-            yield partial
-            with open(partial, "rb") as file:
-                os.fsync(file.fileno())
-            partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def stored_file(path: Path) -> Iterator[Path]:
+    """Yield a private file as `whole_file` does. Raises DiskFull."""
+    with disk_full_errors(path.parent), whole_file(path) as partial:
+        yield partial
 
 
 def read_note(path: Path, of: type[Note]) -> Note:

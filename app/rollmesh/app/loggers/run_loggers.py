@@ -35,6 +35,7 @@ from rollmesh.shared.config.registry import Extension, Registry
 from rollmesh.shared.config.user_code import explain
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import ConfigError
+from rollmesh.shared.store.whole_files import write_whole
 
 _log = logging.getLogger(__name__)
 QUEUE_MAX = 10_000
@@ -192,9 +193,7 @@ class RunLoggers:
     def _save(self) -> None:
         """Write the state. A crash leaves the old or the new one, because a malformed one would end the next session at
         its start."""
-        partial = self._state_file.with_name(f".{self._state_file.name}.partial")
-        partial.write_bytes(msgspec.json.encode(self._state) + b"\n")
-        partial.replace(self._state_file)
+        write_whole(self._state_file, msgspec.json.encode(self._state) + b"\n", private=False)
 
 
 def heldout_values(result: Eval) -> dict[str, float]:

@@ -22,7 +22,8 @@ from rollmesh.shared.bus.run_streams import MIB, RunStreams, StreamLimits, run_s
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.errors import DiskFull, InvalidInput, UnknownRun
 from rollmesh.shared.store.disk import disk_full_errors
-from rollmesh.shared.store.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder
+from rollmesh.shared.store.whole_files import write_whole
 
 LEDGER_ROOM_BYTES = 16 * MIB
 """Bytes reserved for the ledger of a run that ends: the end itself, and later a trainer may still attach, commit,
@@ -148,10 +149,7 @@ class RunStorage:
     def mark_ended(self, run: str, ended: Ended) -> None:
         """Record that the run needs no recovery."""
         path = self._folder / run / _MARKER
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb", opener=private_opener) as file:
-            file.write(msgspec.json.encode(ended))
-        partial.replace(path)
+        write_whole(path, msgspec.json.encode(ended))
 
     def unmark_ended(self, run: str) -> None:
         """Remove that record. Call this before the run is led."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from pathlib import Path
 
 import msgspec
 
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.domain.ledger_head import LedgerHead
-from rollmesh.shared.store.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder
+from rollmesh.shared.store.whole_files import write_whole
 
 KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""
@@ -59,12 +59,7 @@ class SnapshotStore:
         """Store an encoded Snapshot durably, and remove all but the newest `KEPT`."""
         private_folder(self._folder)
         path = self._folder / f"{position:020d}{_SUFFIX}"
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb", opener=private_opener) as file:
-            file.write(hashlib.sha256(body).digest() + body)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_whole(path, hashlib.sha256(body).digest() + body)
         for old in self._files()[KEPT:]:
             old.unlink(missing_ok=True)
 

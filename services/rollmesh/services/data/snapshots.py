@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from rollmesh.shared.store.private_files import private_folder, private_opener
+from rollmesh.shared.store.private_files import private_folder
+from rollmesh.shared.store.whole_files import write_whole
 
 KEPT = 2
 """Number of files kept per run: the newest and a fallback."""
@@ -36,12 +36,7 @@ class SnapshotFolder:
         """Store a state durably, and delete all but the newest `KEPT`. Raise OSError."""
         folder = private_folder(self._folder / run)
         path = folder / f"{position:020d}{_SUFFIX}"
-        partial = path.with_suffix(".partial")
-        with open(partial, "wb", opener=private_opener) as file:
-            file.write(hashlib.sha256(state).digest() + state)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
+        write_whole(path, hashlib.sha256(state).digest() + state)
         for old in self._files(run)[KEPT:]:
             old.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ import msgspec
 from rollmesh.shared.domain.decoding import UNDECODABLE
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.store.private_files import private_folder, private_opener
+from rollmesh.shared.store.whole_files import write_whole
 
 NAME = "heads.jsonl"
 _log = logging.getLogger(__name__)
@@ -41,11 +42,7 @@ class Heads:
     def open(self) -> None:
         """Create the folder, and drop all but the last line of each run."""
         private_folder(self._path.parent)
-        partial = self._path.with_suffix(".partial")
-        with open(partial, "wb", opener=private_opener) as file:
-            file.write(b"".join(_encode(run, head) for run, head in read_heads(self._path).items()))
-        _sync(partial)
-        partial.replace(self._path)
+        write_whole(self._path, b"".join(_encode(run, head) for run, head in read_heads(self._path).items()))
 
     async def close(self) -> None:
         """Wait until every head is on the disk."""

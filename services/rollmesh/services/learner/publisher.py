@@ -18,7 +18,6 @@ the vocabulary. Collaborators: `engine` (weights, log-probs), `shared.weights` (
 from __future__ import annotations
 
 import asyncio
-import os
 import shutil
 from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from rollmesh.services.learner.engine import ExportedWeights, TrainerEngine
 from rollmesh.shared.domain.trajectory import IntArray, TrainingSample
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import InvalidInput, WeightsRejected
+from rollmesh.shared.store.whole_files import write_whole
 from rollmesh.shared.weights.digests import sha256_hex
 from rollmesh.shared.weights.finite import first_not_finite
 from rollmesh.shared.weights.manifest import BuiltManifest, build_manifest, parse_manifest
@@ -227,9 +227,4 @@ def _read_manifest(path: Path, built: BuiltManifest) -> BuiltManifest | None:
 def _write(path: Path, data: bytes) -> None:
     """Write atomically, also in a crash."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    write_whole(path, data, private=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollmesh.shared.errors import HashMismatch, UnknownBlob
 from rollmesh.shared.rpc.status import typed_errors
+from rollmesh.shared.store.whole_files import write_whole
 from rollmesh.v1 import coordinator_pb2
 
 SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
@@ -74,9 +74,7 @@ def _store(folder: Path, file: coordinator_pb2.ModelFile, data: bytes) -> None:
             "try again",
             file=file.name,
         )
-    temporary = folder / f".{file.name}.partial"
-    temporary.write_bytes(data)
-    os.replace(temporary, folder / file.name)
+    write_whole(folder / file.name, data, private=False)
 
 
 def _is_there(folder: Path, file: coordinator_pb2.ModelFile) -> bool:
