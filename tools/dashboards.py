@@ -219,6 +219,11 @@ SAMPLES = Section(
         Panel(title="Wait of workers for episodes", queries=[_quantile(co.ACQUIRE_SECONDS, "run")], unit="s"),
         Panel(title="Tasks per second", queries=[_rate(data.TASKS, "purpose")]),
         Panel(
+            title="Submitted tasks",
+            queries=[_sum(co.SUBMITTED, "run, state")],
+            rare="clients must submit the tasks of the run (`run.submitted_tasks`)",
+        ),
+        Panel(
             title="Shares of task sources",
             queries=[_max(data.SOURCE_SHARE, "run, source, state")],
             unit="percentunit",

@@ -123,15 +123,15 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     part: Extension
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class MadeOptions(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple[Entry, ...]
     text: str
 
 
 class Made(Plugin):
-    Options = Options
+    Options = MadeOptions
 
-    def __init__(self, *, options: Options) -> None:
+    def __init__(self, *, options: MadeOptions) -> None:
         self.options = options
 
 
@@ -146,7 +146,7 @@ def test_files_of_nested_extensions_are_absolute_and_other_texts_stay(tmp_path: 
     registry = Registry("thing", {"made": f"{__name__}:Made"}, Plugin)
     options = {"parts": [{"part": {"name": mine, "options": nested}}], "text": mine}
     made = registry.make(Extension("made", options), tmp_path)
-    assert made.options == Options(parts=(Entry(part=Extension(file, located)),), text=mine)
+    assert made.options == MadeOptions(parts=(Entry(part=Extension(file, located)),), text=mine)
 
 
 def _exists(module: str) -> bool:

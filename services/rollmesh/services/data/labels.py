@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ from rollmesh.services.data.task import TaskPool
 KEPT_MAX = 128
 """Pools whose categories are kept: a mixture has at most 64 sources."""
 
-Codes = NDArray[np.uint16] | NDArray[np.uint32]
+Codes = NDArray[np.unsignedinteger[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ def categories_of(pool: TaskPool, label: str) -> Categories:
     found = read_labels(pool, label)
     num_tasks = np.bincount(found.codes, minlength=len(found.values))
     used = sorted(np.flatnonzero(num_tasks).tolist(), key=lambda code: found.values[code])
-    new = np.zeros(len(found.values), dtype=np.uint16 if len(used) <= 1 << 16 else np.uint32)
+    new: Codes = np.zeros(len(found.values), dtype=np.uint16 if len(used) <= 1 << 16 else np.uint32)
     new[used] = np.arange(len(used))
     of_task = new[found.codes]
     in_order = np.argsort(of_task, kind="stable")
