@@ -79,7 +79,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Question:
+class _LabelOfPool:
     """A pool and a label. Pools with the same digest have the same answer."""
 
     pool: TaskPool
@@ -90,13 +90,13 @@ class _Question:
         return hash((self.digest, self.label))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Question) and (self.digest, self.label) == (other.digest, other.label)
+        return isinstance(other, _LabelOfPool) and (self.digest, self.label) == (other.digest, other.label)
 
 
 def once_per_pool(compute: Callable[[TaskPool, str], T]) -> Callable[[TaskPool, str], T]:
     """Decorate a function of a pool and a label: a process computes its result once, and every caller gets it."""
-    kept = lru_cache(maxsize=KEPT_MAX)(lambda question: compute(question.pool, question.label))
-    return wraps(compute)(lambda pool, label: kept(_Question(pool, label, pool.digest)))
+    kept = lru_cache(maxsize=KEPT_MAX)(lambda one: compute(one.pool, one.label))
+    return wraps(compute)(lambda pool, label: kept(_LabelOfPool(pool, label, pool.digest)))
 
 
 @once_per_pool
