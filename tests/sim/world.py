@@ -459,7 +459,12 @@ class World:
         state = self.core.state
         accounts = {"training": state.counters, "evaluation": state.eval_counters, "replay": state.replay.counters}
         for name, counters in (accounts | {source: one.counters for source, one in state.foreign.items()}).items():
-            assert counters.live == state.num_live_in(counters), f"live {name} samples are where the counters say"
+            walked = sum(
+                (group.num_unfinished if state.counters_of(group) is counters else 0)
+                + sum(state.counters_of(group, sample) is counters for sample in group.live_samples())
+                for group in state.groups.values()
+            )
+            assert counters.live == walked, f"live {name} samples are where the counters say"
             assert counters.conserved, counters
         leased = {sample for batch in state.batches.values() for sample in batch.sample_ids}
         assert not leased & self.dropped, f"leased, though dropped: {leased & self.dropped}"

@@ -196,7 +196,7 @@ async def test_a_value_of_a_newer_release_is_shown_by_its_number() -> None:
     ("payload", "what"),
     [
         (b"\xff\xff", "ledger record 2 of a cannot be read: "),
-        (ev.LedgerRecord(format=2).SerializeToString(), "ledger record 2 of a has format 2, and this release reads"),
+        (ev.LedgerRecord(format=3).SerializeToString(), "ledger record 2 of a has format 3, and this release reads"),
     ],
 )
 async def test_a_record_that_cannot_be_read_is_shown(payload: bytes, what: str) -> None:

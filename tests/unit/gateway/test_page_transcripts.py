@@ -49,9 +49,9 @@ async def test_a_search_that_takes_too_long_ends_and_others_can_follow(monkeypat
     [
         (b"\xff\xff g0.0-0", DataLoss, "ledger record 1 of r cannot be read: .*audit the run"),
         (
-            events_pb2.LedgerRecord(record_id="g0.0-0", format=2).SerializeToString(),
+            events_pb2.LedgerRecord(record_id="g0.0-0", format=3).SerializeToString(),
             NewerFormat,
-            "ledger record 1 of r has format 2",
+            "ledger record 1 of r has format 3",
         ),
     ],
 )

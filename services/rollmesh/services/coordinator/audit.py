@@ -16,7 +16,8 @@ A damaged or contradictory ledger gives findings, never an exception, and every 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 
@@ -44,7 +45,19 @@ from rollmesh.services.coordinator.audit_report import (
 )
 from rollmesh.services.coordinator.audit_updates import Updates
 from rollmesh.services.coordinator.core.apply import apply
-from rollmesh.services.coordinator.core.facts import EpisodesAdded, Fact, GroupReserved, RunCreated, SampleEnd
+from rollmesh.services.coordinator.core.facts import (
+    EpisodeEnded,
+    EpisodeLeased,
+    EpisodeReturned,
+    EpisodesAdded,
+    EpisodeScored,
+    Fact,
+    GroupFinalized,
+    GroupReserved,
+    RunCreated,
+    SampleEnd,
+    SamplesEnded,
+)
 from rollmesh.services.coordinator.core.state import SampleCounters, State
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.shared.bus.archive_bus import ArchivedLedger, LostRecords, open_ledger
@@ -59,6 +72,17 @@ FINDINGS_MAX = 1000
 EPISODES_MAX = 100_000
 """Maximum number of episodes that a group reserves at once. A fact with more is false and is not folded, because it
 would take all memory."""
+_OF_A_GROUP = (
+    GroupReserved,
+    EpisodesAdded,
+    EpisodeLeased,
+    EpisodeReturned,
+    EpisodeEnded,
+    EpisodeScored,
+    GroupFinalized,
+    SamplesEnded,
+)
+"""Facts that concern one group. Any other may concern all of them."""
 _CONTRADICTIONS = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 """Errors of a fold by a fact that contradicts earlier ones."""
 
@@ -83,6 +107,10 @@ class Audit:
         self._num_findings = 0
         self._num_records = 0
         self._position = 0
+        self._live: dict[str, Counter[str]] = {}
+        """Purpose and number of live samples of each group."""
+        self._sums: Counter[str] = Counter()
+        """Number of live samples in the groups, by purpose."""
         self._folds = True
         """False once the core's fold met a contradiction: its state then proves nothing."""
 
@@ -116,7 +144,7 @@ class Audit:
                     "ledger", f"this is the ledger of run {fact.spec.run!r}, expected that of run {self._run!r}"
                 )
             self._fold(fact)
-        self._compare()
+        self._compare(record)
 
     def _take(self, check: str, account: Callable[[Fact], None], fact: Fact) -> None:
         try:
@@ -135,12 +163,26 @@ class Audit:
             what = f"contradicts what was before ({_words(error)}); the fold ends here"
             self.complain("ledger", f"{type(fact).__name__} {what}")
 
-    def _compare(self) -> None:
-        """Compare the counters with the groups, and with the independent counters."""
+    def _walk(self, record: StoredRecord) -> None:
+        """Count the live samples again of every group that the record concerns."""
+        groups: Iterable[str] = {fact.group for fact in record.facts if isinstance(fact, _OF_A_GROUP)}
+        if not all(isinstance(fact, _OF_A_GROUP) for fact in record.facts):
+            groups = [*self._live, *self.state.groups]
+        accounts = {id(counters): kind for kind, counters in self._counters().items()}
+        for name in groups:
+            self._sums.subtract(self._live.pop(name, Counter()))
+            if (group := self.state.groups.get(name)) is not None:
+                found = self._live[name] = Counter({accounts[id(self.state.counters_of(group))]: group.num_unfinished})
+                found.update(accounts[id(self.state.counters_of(group, one))] for one in group.live_samples())
+                self._sums.update(found)
+
+    def _compare(self, record: StoredRecord) -> None:
+        """Compare the counters with the groups."""
         if not self._folds:
             return
+        self._walk(record)
         for kind, counters in self._counters().items():
-            walked = self.state.num_live_in(counters)
+            walked = self._sums[kind]
             sums = {
                 "live in the groups": walked,
                 "reserved less ended": counters.reserved - sum(counters.ends.values()),

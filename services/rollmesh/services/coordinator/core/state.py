@@ -482,14 +482,6 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             return self.eval_counters
         return self.foreign[group.source].counters if group.source else self.counters
 
-    def num_live_in(self, counters: SampleCounters) -> int:
-        """Count the live samples with these counters, and the reserved ones, in the groups."""
-        return sum(
-            (group.num_unfinished if self.counters_of(group) is counters else 0)
-            + sum(self.counters_of(group, sample) is counters for sample in group.live_samples())
-            for group in self.groups.values()
-        )
-
     def training_groups(self, *phases: GroupPhase) -> list[GroupState]:
         """Return training groups in one of `phases`, in order of admission."""
         return self._groups((Purpose.TRAIN, Purpose.EXPORT), phases)
