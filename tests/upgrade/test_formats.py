@@ -48,7 +48,7 @@ from ..tamper.ledger_copy import read_raw, rechained, store
 RUN = "golden"
 RELEASES = sorted((Path(__file__).parent / "golden").iterdir())
 POOL = {"source": {"name": "calc", "options": {"level_max": 2, "num_train": 32, "num_validation": 8, "num_test": 8}}}
-STATE_FIELDS = "9ddfa91535592e5c327ee1b2213eb1e453049d7191936d1bb3cb3605b3742661"
+STATE_FIELDS = "89352778f3a3675fb2e804499d83d957f55c41292f2bab31fe928f480a30b5c9"
 """Digest of the fields of the coordinator's state in snapshots of the present format."""
 
 
