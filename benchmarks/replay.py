@@ -31,7 +31,7 @@ SEEDS = (0, 1, 2)
 TASKS = "{level_max: 4, num_train: 64, num_validation: 240, num_test: 240}"
 SPARSE = (
     "made_model.warm_start.target_success=0.15", f"data.source.options={TASKS}", "reward.finalizers=[keep_all]",
-    "processes.enabled=false",
+    "processes.enabled=false", "learner.checkpoint_every=1",
 )  # fmt: skip
 TIMEOUT_S = 1800
 CONFIG = Path(__file__).parents[1] / "configs" / "demo_small.yaml"

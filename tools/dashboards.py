@@ -169,6 +169,16 @@ STALENESS = Section(
             "as stale.",
         ),
         Panel(
+            title="Staleness of replayed samples",
+            queries=[_mean(co.REPLAY_STALENESS, "run"), _quantile(co.REPLAY_STALENESS, "run")],
+            text="No sample is above run.replay.max_staleness.",
+        ),
+        Panel(
+            title="Groups in the replay log",
+            queries=[_max(co.REPLAY_GROUPS, "run")],
+            text="At most run.replay.capacity_groups. A run without replay has none.",
+        ),
+        Panel(
             title="Groups ahead of the update",
             queries=[_max(co.AHEAD, "run, limit")],
             text="admitted follows the smaller of demand (of the learner) and bound (max_staleness x batch_groups).",

@@ -186,6 +186,13 @@ def test_fewer_held_out_tasks_than_an_evaluation_wants_are_reported(tmp_path: Pa
     assert "note: run.eval_tasks is 320, but the train split has 40 tasks" in done.stderr
 
 
+def test_a_replay_bound_below_the_distance_of_checkpoints_is_reported(tmp_path: Path, model: Path) -> None:
+    replay = "replay: {max_staleness: 4, share: 0.5}, batch_groups: 2, group_size: 2"
+    path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0, {replay}}}\n")
+    assert "note: run.replay.max_staleness is 4, but samples enter" in command("check", str(path)).stderr
+    assert "enter the replay log" not in command("check", str(path), "learner.checkpoint_every=2").stderr
+
+
 def test_a_prompt_longer_than_the_context_is_reported(tmp_path: Path, model: Path) -> None:
     path = config_file(tmp_path, f"model: {model}\nrun: {{eval_every: 0}}\n")
     (tmp_path / "tasks.jsonl").write_text(json.dumps({"question": "1" * 600, "answer": "2"}) + "\n" + TASKS)

@@ -186,6 +186,12 @@ def _unusual_values(config: TrainConfig, num_tasks: int) -> Iterator[str]:
             f"learner.optimizer.lr is {config.learner.optimizer.lr:g}, and models rarely learn above {LR_UNUSUAL:g}; "
             "1e-6 is the default"
         )
+    most, every = run.replay.max_staleness if run.replay else "unlimited", config.learner.checkpoint_every
+    if run.replay is not None and not run.replay.made.once and most != "unlimited" and most < every:
+        yield (
+            f"run.replay.max_staleness is {most}, but samples enter the replay log up to {every} updates "
+            "(learner.checkpoint_every) after theirs, so most of them are too old; lower it, or raise the bound"
+        )
     if not run.export_groups and not run.submitted_tasks and run.batch_groups > num_tasks:
         yield (
             f"run.batch_groups is {run.batch_groups}, but the train split has {num_tasks} tasks; a batch repeats tasks"

@@ -94,8 +94,6 @@ def _samples(run: str, counters: SampleCounters, purpose: str) -> list[Reading]:
 
 
 def _replay(run: str, state: State) -> list[Reading]:
-    if state.the_spec.replay is None:
-        return []
     lags = {lag: num for lag, num in state.replay.trained_by_staleness.items() if lag >= 0}
     return [
         *_samples(run, state.replay.counters, "replay"),

@@ -18,8 +18,8 @@ from rollmesh.services.coordinator.core.replay_priorities import Member, Success
 from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
-    Origin,
     ReplayEntry,
+    SampleOrigin,
     SampleState,
     State,
 )
@@ -173,5 +173,5 @@ def _replayed(entry: ReplayEntry, fact: f.ReplayedSample) -> SampleState:
         meta=replace(original.meta, sample_id=fact.sample_id),
         rewards_as_reported=original.rewards_as_reported,
         episode=original.episode,
-        origin=Origin(group=entry.group.group, sample_id=fact.original_id),
+        origin=SampleOrigin(group=entry.group.group, sample_id=fact.original_id),
     )

@@ -74,7 +74,7 @@ class EpisodeState(msgspec.Struct, kw_only=True):
     payload: PayloadRef = PayloadRef()
 
 
-class Origin(msgspec.Struct, kw_only=True, frozen=True):
+class SampleOrigin(msgspec.Struct, kw_only=True, frozen=True):
     """The sample whose tokens a replayed sample has."""
 
     group: str
@@ -87,7 +87,7 @@ class SampleState(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     rewards_as_reported: bool = False
     """Whether no finalizer has replaced them."""
     episode: str
-    origin: Origin | None = None
+    origin: SampleOrigin | None = None
     """The original of a replayed sample; None for all others."""
     end: SampleEnd = SampleEnd.LIVE
     reason: str = ""
