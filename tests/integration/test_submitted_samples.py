@@ -32,7 +32,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config(model: Path, **run: Any) -> Any:
-    values = {"batch_groups": 4, "group_size": 2, "external_sources": ["peer"], "foreign": FOREIGN, "updates_max": 12}
+    values: dict[str, Any] = {
+        "batch_groups": 4,
+        "group_size": 2,
+        "external_sources": ["peer"],
+        "foreign": FOREIGN,
+        "updates_max": 12,
+    }
     made = mesh_config(model, **(values | run))
     learner = msgspec.structs.replace(made.learner, engine=Extension("rollmesh.testing.fake_trainer:FakeTrainer"))
     return msgspec.structs.replace(made, learner=learner)

@@ -14,6 +14,7 @@ from rollmesh.cli.commands import (
     demo,
     doctor,
     drain,
+    exchange,
     export,
     health,
     judge,
@@ -41,7 +42,7 @@ __all__ = ["COMMANDS", "app", "main"]
 
 COMMANDS = (
     demo, train, check, sft, recipes, up, serve, scale, drain, stop, delete, status, page, weights, health, dead,
-    trace, rollout, show, export, query, score, judge,
+    trace, rollout, show, export, query, score, judge, exchange,
     audit, backup, merge, clean, certs, nats_config, doctor,
 )  # fmt: skip
 """In the order of `--help`; importing them registers them."""

@@ -85,6 +85,14 @@ async def test_a_given_solution_is_trained_without_log_probs() -> None:
     assert [span.source for span in report.samples[0].external] == [DATASET]
 
 
+async def test_tags_of_content_are_single_tokens_and_tags_of_turns_are_text() -> None:
+    mesh, _, episode = await replayed(text_segment(0, "<tool_call>3</tool_call><|end|><|user|>"))
+    tokens = episode.segments[-1].token_ids.tolist()
+    ids = [mesh.tokenizer.token_id(tag) for tag in ("<tool_call>", "</tool_call>", "<|end|>", "<|user|>")]
+    assert [tokens.count(number) for number in ids if number is not None] == [1, 1, 1, 0], "one <|end|> ends the turn"
+    assert (tokens[0], tokens[-1]) == (ids[0], ids[2])
+
+
 async def test_a_turn_that_a_limit_ended_has_no_end_of_a_turn() -> None:
     mesh, _, episode = await replayed(text_segment(0, "12", finish=PB.FINISH_REASON_LENGTH))
     assert text_of(mesh, episode.segments[-1]) == "12"

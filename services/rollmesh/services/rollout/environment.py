@@ -602,6 +602,12 @@ class Environment:
         return self._state.format
 
     @property
+    def tags(self) -> Mapping[str, bool]:
+        """The texts that markup encodes as one token; True for special tokens, such as those that open and end
+        turns."""
+        return self._state.tokenizer.tags
+
+    @property
     def lost_state(self) -> tuple[str, ...]:
         """Values that the tools of this branch lost in the fork, as `profile: name`, e.g. an open file."""
         return self._tools.lost

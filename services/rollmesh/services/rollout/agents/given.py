@@ -1,9 +1,10 @@
 """Replay a finished episode of another source in place of an agent: what a client submitted with SubmitSamples.
 
 An episode with token ids is appended as it is. The messages of one without are encoded by the chat template of this
-model, turn by turn, as the environment encodes those of a rollout; only the tags of tool calls are special tokens. PEER
-tokens without log-probs get those of the current weights of the policy under its plain softmax, as the swarm of SAPO
-does (2025-09, arXiv:2509.08721): the ratio of the loss is then 1 at the weights that scored them.
+model, turn by turn, as the environment encodes those of a rollout. Tags of content in a turn, such as <think> and those
+of tool calls, are encoded as one token, and tags that open or end turns as plain text. PEER tokens without log-probs
+get those of the current weights of the policy under its plain softmax, as the swarm of SAPO does (2025-09,
+arXiv:2509.08721): the ratio of the loss is then 1 at the weights that scored them.
 
 An episode that is longer than `rollout.limits.context_tokens_max` yields no sample.
 """
@@ -116,9 +117,20 @@ def _text_of(env: Environment, segment: Segment) -> Message:
     return Message(role=speaker, content=env.format.without_end(env.decode(segment.token_ids)))
 
 
+def content_tags(env: Environment) -> list[str]:
+    """Return the tags that a turn may have as single tokens: those that are not special tokens, pairs <name> </name>,
+    and those of tool calls. No tag that ends a turn is one."""
+    tags, ends = env.tags, env.format.turn_ends
+    calls = [tag for tag in (env.format.tool_call_start, env.format.tool_call_end) if tag]
+    names = [tag[1:-1] for tag in tags if re.fullmatch(r"<\w+>", tag) and f"</{tag[1:]}" in tags]
+    pairs = [pair for name in names if not {*(pair := (f"<{name}>", f"</{name}>"))} & {*ends}]
+    plain = [tag for tag, special in tags.items() if not special]
+    return [tag for tag in dict.fromkeys([*calls, *plain, *(tag for pair in pairs for tag in pair)]) if tag not in ends]
+
+
 def _turn(env: Environment, text: str, *, ends: bool) -> IntArray:
-    """Return the tokens of a turn of the model. Only the tags of tool calls in it are markup."""
-    tags = [tag for tag in (env.format.tool_call_start, env.format.tool_call_end) if tag]
+    """Return the tokens of a turn of the model. Only tags of content in it are markup."""
+    tags = content_tags(env)
     parts = re.split(f"({'|'.join(map(re.escape, tags))})", text) if tags else [text]
     last = len(parts) - 1
     encoded = [
