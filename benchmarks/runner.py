@@ -30,7 +30,7 @@ BENCHES = (
     "scorers",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
-BY_NAME = ("vllm", "race", "weights", "publish_to_active", "open_connections", "task_files")
+BY_NAME = ("swarm", "vllm", "race", "weights", "publish_to_active", "open_connections", "task_files")
 """Modules that run by name only: they need another environment, 12 GB of memory, 2,000 open files, or 2 GB of disk.
 `methods` is a command with its own options."""
 WITH_OPTIONS = ("race",)

@@ -69,7 +69,10 @@ def config(model: Path, name: str) -> Any:
         "foreign": [{"source": "peer", "max_age": 20, "share": 0.5}],
     }
     made = mesh_config(model, **run)
-    replaced, scorer = msgspec.structs.replace, ScorerConfig(name=f"{__file__}:Vowels", reward="vowels")
+    replaced, scorer = (
+        msgspec.structs.replace,
+        ScorerConfig(name="tests.integration.test_exchange:Vowels", reward="vowels"),
+    )
     return replaced(
         made,
         learner=replaced(made.learner, engine=Extension("rollmesh.testing.fake_trainer:FakeTrainer")),
@@ -103,6 +106,9 @@ async def until_trained(*operators: Operator, num: int) -> None:
         await operator.until(lambda state: has_trained(num, state))
 
 
+@pytest.mark.row(
+    "S010", missing="the weak node's reward rises faster with J > 0 than with J = 0 (`python -m benchmarks swarm`)"
+)
 async def test_two_meshes_exchange_rollouts_while_services_and_the_exchange_restart(
     tmp_path: Path, models: tuple[Path, Path]
 ) -> None:
