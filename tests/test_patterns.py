@@ -58,6 +58,7 @@ CONFIGURED = {
     "services/rollmesh/services/reward/oracles.py": 2,  # of the operator, on data of the operator
     "services/rollmesh/services/reward/regex_worker.py": 1,  # of the operator, in a process with a limit of CPU time
     "services/rollmesh/services/reward/scorers/extract.py": 1,  # of the operator, on at most 16,384 characters
+    "services/rollmesh/services/rollout/agents/given.py": 1,  # escaped tags
     "services/rollmesh/services/rollout/agents/tree_rollouts.py": 3,  # of the operator, on results of tools
     "services/rollmesh/services/rollout/conversation.py": 1,  # escaped tags
     "services/rollmesh/services/rollout/tokenizer.py": 1,  # escaped tags

@@ -16,6 +16,7 @@ from rollmesh.app.exchange import Exchange, ExchangeSummary
 from rollmesh.app.mesh_client import MeshAddress
 from rollmesh.app.shared_rollouts import Selection
 from rollmesh.mesh import Mesh
+from rollmesh.mesh.mesh import create_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.reward.config import ScorerConfig
 from rollmesh.services.reward.item import ScoreItem
@@ -155,10 +156,10 @@ async def test_a_run_without_a_bound_for_peers_ends_the_exchange_with_the_remedy
     alone = msgspec.structs.replace(alone, run=msgspec.structs.replace(alone.run, foreign=()))
     async with (
         Mesh(config(models[0], "giver"), run_dir=tmp_path / "giver") as giver,
-        Mesh(alone, run_dir=tmp_path / "alone") as taker,
+        Mesh(alone, run_dir=tmp_path / "alone", services=["coordinator", "reward", "gateway"]) as taker,
     ):
+        await create_run(taker.layout)
         with pytest.raises(MeshError, match=r"`run\.foreign` has no bound") as caught:
             await exchange(giver, taker).go()
         assert caught.value.reason == "SAMPLES_NOT_ACCEPTED"
-        for mesh in (giver, taker):
-            await Operator(mesh).call("StopRun", run_pb2.StopRunRequest(run=mesh.run))
+        await Operator(giver).call("StopRun", run_pb2.StopRunRequest(run=giver.run))

@@ -156,6 +156,11 @@ def _run_lines(run: run_pb2.RunState) -> Iterator[RenderableType]:
         yield Text(f"  groups: {_counts(policy.groups) or 'none'}")
     yield Text(f"  leases: {_leases(run.leases)}")
     yield Text(f"  samples: {_sample_counts(run.samples)}")
+    for account in run.submitted_samples:
+        yield Text(
+            f"  submitted by {account.source}: {count_of(account.groups, 'group')}, {account.waiting} waiting, "
+            f"{account.dropped} dropped; {_sample_counts(account.samples)}"
+        )
     if failure := failed_attempts_text(run.failed_attempts.num, run.failed_attempts.cause):
         yield Text(f"  {failure}", style="red")
     if not any(policy.applied_step for policy in run.policies) and (

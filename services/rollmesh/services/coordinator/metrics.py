@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from rollmesh.services.coordinator.core.facts import SampleEnd
 from rollmesh.services.coordinator.core.fleet import NodeKind, NodeState
+from rollmesh.services.coordinator.core.records import SubmittedSource
 from rollmesh.services.coordinator.run_state import GROUP_STATES
 from rollmesh.shared.telemetry.metrics import LATENCY_S, counter, gauge, histogram
 
@@ -11,9 +14,10 @@ _KINDS = [kind.name.lower() for kind in NodeKind]
 _NODE_STATES = [state.name.lower() for state in NodeState]
 SAMPLES = gauge(
     "rollmesh_coordinator_samples",
-    "Reserved samples by state: live, or their end. Their sum only grows; a roll-back moves trained to stale.",
+    "Reserved samples by state: live, or their end. Their sum only grows; a roll-back moves trained to stale. "
+    "Submitted samples have their source in place of a purpose.",
     "run", "purpose", "end",
-    purpose=("train", "eval"), end=[end.name.lower() for end in SampleEnd],
+    purpose=("train", "eval", *get_args(SubmittedSource)), end=[end.name.lower() for end in SampleEnd],
 )  # fmt: skip
 DROPPED = gauge("rollmesh_coordinator_samples_by_reason", "Samples that ended, by end and reason.", "run", "reason")
 GROUPS = gauge("rollmesh_coordinator_groups", "Training groups by state.", "run", "state", state=GROUP_STATES)

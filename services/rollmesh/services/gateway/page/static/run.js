@@ -50,7 +50,9 @@ function samples(state) {
       ? [[name, number(counts[name] ?? 0), reserved ? percent((counts[name] ?? 0) / reserved) : "–"], ...reasons.map(([reason, num]) => [h("span", { class: "sub" }, reason.slice(name.length + 1)), number(num), percent(num / reserved)])]
       : [];
   });
+  const others = (state.submitted_samples ?? []).map((one) => [one.source, number(one.groups), number(one.waiting), number(one.samples?.trained ?? 0), number(one.samples?.filtered ?? 0), number((one.samples?.stale ?? 0) + one.dropped)]);
   return [table("Training samples by end", ["samples", "number", "share"], [["reserved", number(reserved), ""], ...rows]),
+    others.length ? table("Samples that clients submitted", ["source", "groups", "waiting", "trained", "filtered", "too old"], others) : null,
     state.failed_attempts?.num ? h("p", { class: "notice" }, `${plural(state.failed_attempts.num, "failed attempt")} since the coordinator started. Newest: ${state.failed_attempts.cause}`) : null];
 }
 
