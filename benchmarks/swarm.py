@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -27,7 +28,7 @@ from benchmarks.warm_model import CONFIG, TIMEOUT_S, rollmesh, warm_model
 SEEDS = (0, 1, 2)
 UPDATES = 24
 WEAK = ("made_model.warm_start.target_success=0.2",)
-START_S = 120.0
+START_S = 600.0
 
 
 def run(quick: bool) -> Report:
@@ -58,25 +59,28 @@ def _arm(folder: Path, strong: Path, weak: Path, seed: int, updates: int, *, sha
     """Train both nodes at once, and return the row of the weak one."""
     folder.mkdir()
     keys = ("made_model=null", f"run.seed={seed}", "run.max_staleness=2")
-    ends = ("run.updates_max=100000", "run.eval_every=0")
-    source = _command("train", str(CONFIG), f"model={strong}", "--out", str(folder / "strong"), "--json", *keys, *ends)
-    giving: subprocess.Popen[bytes] | None = None
-    try:
-        target = _command(
-            "train", str(CONFIG), f"model={weak}", "recipe=sapo_swarm", "learner.optimizer.lr=7.0e-4",
+    with ExitStack() as stack:
+
+        def begin(name: str, *arguments: str) -> subprocess.Popen[bytes]:
+            process = _command(folder / f"{name}.log", *arguments)
+            stack.callback(_stop, process)
+            return process
+
+        ends = ("run.updates_max=100000", "run.eval_every=0")
+        begin(
+            "strong", "train", str(CONFIG), f"model={strong}", "--out", str(folder / "strong"), "--json", *keys, *ends
+        )
+        target = begin(
+            "weak", "train", str(CONFIG), f"model={weak}", "recipe=sapo_swarm", "learner.optimizer.lr=7.0e-4",
             f"learner.optimizer.decay_updates={updates}", f"run.updates_max={updates}", f"run.eval_every={updates}",
             *keys, "--out", str(folder / "weak"), "--json",
         )  # fmt: skip
         if shares:
-            giving = _exchange(folder)
+            _wait_for_runs(folder)
+            begin("exchange", "exchange", str(folder / "strong"), str(folder / "weak"), "--mesh", "strong", "--json")
         target.wait(TIMEOUT_S)
-    finally:
-        for process in (giving, source):
-            if process is not None:
-                process.terminate()
-                process.wait(60)
     if target.returncode:
-        raise RuntimeError(f"the weak node exited with {target.returncode}; see {folder / 'weak' / 'run.log'}")
+        raise RuntimeError(f"the weak node exited with {target.returncode}: {_end_of(folder / 'weak.log')}")
     lines = [json.loads(line) for line in (folder / "weak" / "series.jsonl").read_text().splitlines()]
     evals = sorted((line for line in lines if "success" in line), key=lambda line: line["step"])
     before, after = evals[0]["success"], evals[-1]["success"]
@@ -88,16 +92,25 @@ def _arm(folder: Path, strong: Path, weak: Path, seed: int, updates: int, *, sha
     return {"before": before, "after": after, "rise": after - before, "peer samples": peers}
 
 
-def _exchange(folder: Path) -> subprocess.Popen[bytes]:
-    """Start the exchange once both runs have a configuration."""
+def _wait_for_runs(folder: Path) -> None:
+    """Wait until both runs have a folder with a token, which an exchange reads."""
     end_s = time.monotonic() + START_S
-    while not all((folder / name / "token").is_file() for name in ("strong", "weak")):
+    while missing := [name for name in ("strong", "weak") if not (folder / name / "token").is_file()]:
         if time.monotonic() > end_s:
-            raise RuntimeError(f"no run in {folder} within {START_S:g} s")
+            said = _end_of(folder / f"{missing[0]}.log")
+            raise RuntimeError(f"the {missing[0]} node has not started within {START_S:g} s: {said}")
         time.sleep(0.5)
-    return _command("exchange", str(folder / "strong"), str(folder / "weak"), "--mesh", "strong", "--json")
 
 
-def _command(*arguments: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "rollmesh.cli", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+def _command(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    with log.open("wb") as file:
+        return subprocess.Popen([sys.executable, "-m", "rollmesh.cli", *arguments], stdout=file, stderr=file)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    process.wait(TIMEOUT_S)
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text(errors="replace")[-1000:]
