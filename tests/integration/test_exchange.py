@@ -158,8 +158,9 @@ async def test_a_run_without_a_bound_for_peers_ends_the_exchange_with_the_remedy
         Mesh(config(models[0], "giver"), run_dir=tmp_path / "giver") as giver,
         Mesh(alone, run_dir=tmp_path / "alone", services=["coordinator", "reward", "gateway"]) as taker,
     ):
+        early = asyncio.create_task(exchange(giver, taker).go())
         await create_run(taker.layout)
         with pytest.raises(MeshError, match=r"`run\.foreign` has no bound") as caught:
-            await exchange(giver, taker).go()
+            await early
         assert caught.value.reason == "SAMPLES_NOT_ACCEPTED"
         await Operator(giver).call("StopRun", run_pb2.StopRunRequest(run=giver.run))

@@ -23,15 +23,17 @@ from rollmesh.client import Client
 from rollmesh.client.client import Run
 from rollmesh.mesh.run_layout import RunLayout
 from rollmesh.services.coordinator.fact_codec import decode_record
-from rollmesh.shared.bus.bus import Bus, BusUnavailable
+from rollmesh.shared.bus.bus import Bus, BusUnavailable, UnknownStream
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.ledger_head import record_hash
-from rollmesh.shared.errors import InvalidInput, MeshError, RunEnded, SampleConflict
+from rollmesh.shared.errors import InvalidInput, MeshError, RunEnded, SampleConflict, UnknownRun
 from rollmesh.shared.net.retry import Backoff, RetryConfig, worth_retrying
 from rollmesh.v1 import events_pb2, types_pb2
 
+_NOT_YET = (UnknownRun, UnknownStream)
+"""Errors of a mesh that has not created its run yet."""
 _log = logging.getLogger(__name__)
 POLL_S = 1.0
 """Pause between reads of the ledger."""
@@ -108,7 +110,8 @@ class Exchange:
                 except MeshError as error:
                     if self._progress_at_s > before:
                         backoff.reset()
-                    if not worth_retrying(error) or self._stands_s() > self.retry.retry_s:
+                    waits = worth_retrying(error) or isinstance(error, _NOT_YET)
+                    if not waits or self._stands_s() > self.retry.retry_s:
                         raise
                     self.summary.retries += 1
                     _log.warning("exchange waits: run=%s error=%s", self.run, error.message)

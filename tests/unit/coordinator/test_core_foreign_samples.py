@@ -206,6 +206,14 @@ def test_a_batch_has_at_most_the_share_and_rollouts_always_have_room() -> None:
     check_ledger(run)
 
 
+def test_a_smaller_batch_has_its_share_and_no_more() -> None:
+    run = begun(batch_groups=4, max_staleness=0, group_size=1)
+    submit(run, group("a"), group("b"))
+    roll(run, 16)
+    batch: m.LeaseBatchResponse = run.ask(i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, amount=2)
+    assert [_source_of(run, one.group) for one in batch.groups] == ["a", ""], "b waits, and the next own group is taken"
+
+
 def _source_of(run: CoreRun, name: str) -> str:
     return next(fact.submitted_key for fact in run.facts if isinstance(fact, f.GroupReserved) and fact.group == name)
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rollmesh.app.shared_rollouts import decoded
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.codec.arrays import encode_floats, encode_ints, encode_mask
 from rollmesh.shared.domain.trajectory import Episode, Role, Segment, Source
@@ -91,6 +92,26 @@ async def test_tags_of_content_are_single_tokens_and_tags_of_turns_are_text() ->
     ids = [mesh.tokenizer.token_id(tag) for tag in ("<tool_call>", "</tool_call>", "<|end|>", "<|user|>")]
     assert [tokens.count(number) for number in ids if number is not None] == [1, 1, 1, 0], "one <|end|> ends the turn"
     assert (tokens[0], tokens[-1]) == (ids[0], ids[2])
+
+
+async def test_a_shared_rollout_has_the_same_tokens_again_under_the_same_tokenizer() -> None:
+    def script(text: str) -> str:
+        return "<tool_call>1+2</tool_call><|end|>" if "<|tool|>" not in text else "so <answer>3</answer><|end|>"
+
+    mesh = LocalMesh(script=script, functions={"call": lambda text: "3"})
+    report = await mesh.runner().run(lease(tools=("calculator",)))
+    assert report.outcome == COMPLETED, report.failure
+    rolled = mesh.samples.episodes[-1]
+    shared = decoded(rolled, num_prompt=1)
+    assert shared is not None
+    given = lease(tools=("calculator",))
+    given.given.MergeFrom(shared)
+    given.given_source = PEER
+    assert (await mesh.runner().run(given)).outcome == COMPLETED
+    again = mesh.samples.episodes[-1]
+    assert [s.role for s in again.segments] == [s.role for s in rolled.segments]
+    assert [s.token_ids.tolist() for s in again.segments] == [s.token_ids.tolist() for s in rolled.segments]
+    assert [s.num_trainable for s in again.segments] == [s.num_trainable for s in rolled.segments]
 
 
 async def test_a_turn_that_a_limit_ended_has_no_end_of_a_turn() -> None:
