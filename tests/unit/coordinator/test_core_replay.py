@@ -1,4 +1,4 @@
-"""Replayed samples are new samples with the versions of their originals, an own bound, and an own account."""
+"""Replayed samples are new samples with the versions of their originals, a separate bound, and a separate account."""
 
 from __future__ import annotations
 
@@ -409,7 +409,7 @@ def test_the_log_is_not_ranked_before_it_is_needed(monkeypatch: pytest.MonkeyPat
     assert len(run.lease(2).groups) == 4
 
 
-def test_a_waiting_trainer_is_told_what_it_waits_for() -> None:
+def test_a_waiting_trainer_gets_the_number_that_it_waits_for() -> None:
     run = Replaying(priority="advantage", max_staleness=ANY_STALENESS)
     run.step(1)
     run.step(2)
