@@ -598,6 +598,7 @@ ELSEWHERE = {
     ("CreateRun", "FAILED_PRECONDITION", "MESH_BUSY"): "test_cli_up: it takes inference nodes",
     ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
     ("CreateRun", "RESOURCE_EXHAUSTED", "OVERLOADED"): "test_ended_runs",
+    ("CreateRun", "UNAVAILABLE", "NOT_READY"): "test_replay_nodes",
     ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
     ("LeaseBatch", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"): "test_reply_sizes",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",

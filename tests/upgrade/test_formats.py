@@ -48,7 +48,7 @@ from ..tamper.ledger_copy import read_raw, rechained, store
 RUN = "golden"
 RELEASES = sorted((Path(__file__).parent / "golden").iterdir())
 POOL = {"source": {"name": "calc", "options": {"level_max": 2, "num_train": 32, "num_validation": 8, "num_test": 8}}}
-STATE_FIELDS = "7875bf670ba9319231bf1d4a77af244c698b0376b8c22c20eeebbffc5805b83e"
+STATE_FIELDS = "c5f57530f8198ff217dcba4a8fd325dc74ebf09965f94eb98560565ede32c6aa"
 """Digest of the fields of the coordinator's state in snapshots of the present format."""
 
 

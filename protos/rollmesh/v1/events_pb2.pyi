@@ -268,6 +268,7 @@ class ReplaySpec(_message.Message):
     CAPACITY_GROUPS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
     max_staleness: _builtins.int
     """Most updates between the oldest trained POLICY token of a replayed sample and its update, at least 1. -1: unlimited. It MUST be set."""
     share: _builtins.float
@@ -278,6 +279,8 @@ class ReplaySpec(_message.Message):
     """Most groups in the log, 1 to 16384. The oldest leave it first."""
     priority: _builtins.str
     """What is kept and what is chosen: "fifo", "advantage", "return", "success_per_task" or "compensation"."""
+    capacity_bytes: _builtins.int
+    """Most bytes of the payloads of the groups in the log, at least 1. The oldest groups leave it first."""
     @_builtins.property
     def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Options of the priority by name."""
@@ -290,10 +293,11 @@ class ReplaySpec(_message.Message):
         capacity_groups: _builtins.int = ...,
         priority: _builtins.str = ...,
         options: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        capacity_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_groups", b"capacity_groups", "max_staleness", b"max_staleness", "options", b"options", "priority", b"priority", "share", b"share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "capacity_groups", b"capacity_groups", "max_staleness", b"max_staleness", "options", b"options", "priority", b"priority", "share", b"share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

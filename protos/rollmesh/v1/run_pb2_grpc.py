@@ -150,6 +150,7 @@ class RunServiceServicer(object):
         FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
         RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
         RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
+        UNAVAILABLE NOT_READY: RunSpec.replay is set, and a gateway or a learner is of the release before; upgrade it, then try again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

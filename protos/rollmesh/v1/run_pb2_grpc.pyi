@@ -69,6 +69,7 @@ class RunServiceStub:
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
       RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
       RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
+      UNAVAILABLE NOT_READY: RunSpec.replay is set, and a gateway or a learner is of the release before; upgrade it, then try again.
     """
     ChangeRun: _grpc.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]
     """Changes the settings of a run: records every change and, if the run had ended at a limit, opens it again. A batch keeps the bound
@@ -290,6 +291,7 @@ class RunServiceAsyncStub(RunServiceStub):
       FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
       RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
       RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
+      UNAVAILABLE NOT_READY: RunSpec.replay is set, and a gateway or a learner is of the release before; upgrade it, then try again.
     """
     ChangeRun: _aio.UnaryUnaryMultiCallable[_run_pb2.ChangeRunRequest, _run_pb2.ChangeRunResponse]  # type: ignore[assignment]
     """Changes the settings of a run: records every change and, if the run had ended at a limit, opens it again. A batch keeps the bound
@@ -514,6 +516,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION MESH_BUSY: the mesh's inference nodes serve another run that is live; StopRun that one first.
           RESOURCE_EXHAUSTED DISK_FULL: the store of the streams has no room; the message names the settings. DeleteRun ended runs.
           RESOURCE_EXHAUSTED OVERLOADED: `coordinator.runs_max` runs are live; StopRun one of them.
+          UNAVAILABLE NOT_READY: RunSpec.replay is set, and a gateway or a learner is of the release before; upgrade it, then try again.
         """
 
     @_abc_1.abstractmethod

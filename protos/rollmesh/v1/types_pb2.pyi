@@ -89,7 +89,7 @@ class _SegmentSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Segment
     SEGMENT_SOURCE_DATASET: _SegmentSource.ValueType  # 6
     """Taken from a data set."""
     SEGMENT_SOURCE_REPLAY: _SegmentSource.ValueType  # 7
-    """Taken from an earlier sample that is replayed."""
+    """Taken from an earlier sample. The replay log of a run does not use it: its samples keep the sources of their originals."""
     SEGMENT_SOURCE_REWRITTEN: _SegmentSource.ValueType  # 8
     """Rewritten after sampling (purified, patched, corrected)."""
     SEGMENT_SOURCE_PEER: _SegmentSource.ValueType  # 9
@@ -117,7 +117,7 @@ SEGMENT_SOURCE_SUMMARY: SegmentSource.ValueType  # 5
 SEGMENT_SOURCE_DATASET: SegmentSource.ValueType  # 6
 """Taken from a data set."""
 SEGMENT_SOURCE_REPLAY: SegmentSource.ValueType  # 7
-"""Taken from an earlier sample that is replayed."""
+"""Taken from an earlier sample. The replay log of a run does not use it: its samples keep the sources of their originals."""
 SEGMENT_SOURCE_REWRITTEN: SegmentSource.ValueType  # 8
 """Rewritten after sampling (purified, patched, corrected)."""
 SEGMENT_SOURCE_PEER: SegmentSource.ValueType  # 9

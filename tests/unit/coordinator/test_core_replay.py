@@ -1,4 +1,4 @@
-"""Replayed samples are new samples with the versions of their originals, an own bound, and an own account."""
+"""Replayed samples are new samples with the versions of their originals, a separate bound, and a separate account."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rollmesh.services.coordinator.audit_history import sample_history
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core import replay as replay_decisions
 from rollmesh.services.coordinator.core.core import Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import DroppedSample, SampleEnd
@@ -249,44 +250,54 @@ def test_the_reported_advantage_orders_the_log() -> None:
 
 
 class OneTask(Replaying):
-    """All groups are of one task. The first group succeeds, and no other one."""
+    """All groups are of one task, or of `num_tasks`. The first group of each succeeds, and no other one."""
+
+    num_tasks = 1
 
     def take(self, decision: Any) -> dict[int, Any]:
         effects = tuple(e for e in decision.effects if not isinstance(e, DrawTasks))
         replies = super().take(Decision(decision.facts, effects))
         for effect in (e for e in decision.effects if isinstance(e, DrawTasks)):
             draws = range(effect.first_draw, effect.first_draw + effect.num)
-            tasks = tuple((draw, f.Task(task_id="t")) for draw in draws)
+            tasks = tuple((draw, f.Task(task_id=f"t{draw % self.num_tasks}")) for draw in draws)
             replies |= self.take(self.core.handle(i.TasksDrawn(purpose=effect.purpose, tasks=tasks), self.now))
         return replies
 
     def reward(self, episode: str) -> float:
-        return float(episode == "g0.0")
+        return float(episode in [f"g{number}.0" for number in range(self.num_tasks)])
+
+
+class FourTasks(OneTask):
+    num_tasks = 4
 
 
 @pytest.mark.row("S067", missing="pruned prompts, labels of tool calls")
 @pytest.mark.row("S008", missing="updates of single workers, idle environments")
 @pytest.mark.parametrize("after_groups", [1, 5])
 def test_a_group_without_a_success_gets_the_stored_one_of_its_task(after_groups: int) -> None:
-    """RAPO: a group that fails entirely gets one. DART: the group after `after_groups` - 1 failed ones does."""
+    """RAPO: a group that fails entirely gets one. DART: the group after `after_groups` - 1 failed ones does. A batch
+    has it once."""
     run = OneTask(priority="success_per_task", share=0.5, options={"after_groups": float(after_groups)})
     first = run.step(1)
     assert not replayed(first), "the success is its own"
     second = run.batch(2)
     assert len(second.groups) == 4
-    assert set(replayed(second).values()) == {"g0.0.0"}
-    for group in second.groups:
-        assert [member.rewards[0].value for member in group.members] == [0.0, 0.0, 1.0], "in the baseline of the group"
-        assert group.members[-1].episode == "g0.0"
+    assert list(replayed(second).values()) == ["g0.0.0"]
+    first_group, *others = second.groups
+    assert [member.rewards[0].value for member in first_group.members] == [0.0, 0.0, 1.0], (
+        "in the baseline of the group"
+    )
+    assert first_group.members[-1].episode == "g0.0"
+    assert all(len(group.members) == 2 for group in others)
     run.finish(2, second)
-    assert conserved(run).ends == {SampleEnd.TRAINED: 4}
+    assert conserved(run).ends == {SampleEnd.TRAINED: 1}
     assert list(run.core.state.replay.entries) == ["g0"], "a replayed success is not stored again"
     report = audit(run.records)
     assert report.holds, report.to_text()
 
 
 def test_successes_fill_at_most_their_share() -> None:
-    run = OneTask(priority="success_per_task", share=0.25)
+    run = FourTasks(priority="success_per_task", share=0.25)
     run.step(1)
     assert len(replayed(run.batch(2))) == 2, "a quarter of 8 samples"
 
@@ -312,6 +323,140 @@ def test_deferred_samples_are_trained_once_in_an_extra_update(extra_updates: flo
     assert run.core.state.counters.reasons["filtered/DEFERRED"] > 0
     report = audit(run.records)
     assert report.holds, report.to_text()
+
+
+def test_deferred_samples_are_trained_before_their_bound() -> None:
+    """The log never has 64 groups, because the bound of 8 would remove them first."""
+    run = Replaying(priority="compensation", share=1.0, capacity_groups=64, max_staleness=8, options={"alpha": 0.5})
+    for update in range(1, 25):
+        run.step(update)
+    state = run.core.state
+    waiting = sum(len(entry.sample_ids) for entry in state.replay.entries.values())
+    trained = conserved(run).ends[SampleEnd.TRAINED]
+    assert trained > 0
+    assert trained + waiting == state.counters.reasons["filtered/DEFERRED"]
+    assert state.replay.left == {}
+
+
+class Dropping(Replaying):
+    """A run whose finalizer drops the second member of every group under the words of a lease."""
+
+    word = "DEFERRED"
+
+    def decide(self, group: str) -> i.GroupDecided:
+        return i.GroupDecided(group=group, decision=f.GroupDecision.KEEP, dropped={f"{group}.1.0": self.word})
+
+
+@pytest.mark.parametrize("replay", [{}, {"priority": "compensation", "share": 1.0, "options": {"alpha": 1.0}}])
+def test_what_a_finalizer_drops_is_not_deferred(replay: dict[str, Any]) -> None:
+    run = Dropping(**replay)
+    run.batch(1)
+    assert run.core.state.counters.reasons["filtered/DEFERRED"] > 0
+    assert run.core.state.replay.entries == {}
+
+
+def test_a_group_that_a_finalizer_drops_is_not_replaced() -> None:
+    class Vanishing(Dropping):
+        word = "VANISHED_ADVANTAGE"
+
+    run = Vanishing(priority="advantage")
+    run.generate(8, step=0)
+    assert run.core.state.counters.reasons == {"filtered/VANISHED_ADVANTAGE": 4}
+    assert run.core.state.replay.vanished == 0
+
+
+def test_the_audit_rejects_a_replay_of_what_a_finalizer_dropped() -> None:
+    run = Replaying(priority="compensation", share=1.0, capacity_groups=4)
+    run.step(1)
+    assert replayed(run.step(2))
+    assert audit(run.records).holds
+    last = 3  # the group whose samples wait
+    report = audit(doctored(run, f.GroupFinalized, lambda x: replace(x, decision=f.GroupDecision.FILTER), last))
+    assert "which was neither trained nor deferred" in report.to_text()
+
+
+def test_groups_without_the_success_reward_are_not_filtered() -> None:
+    class Unnamed(Replaying):
+        def generate(self, num: int, **fields: Any) -> list[str]:
+            self.core.state.spec = replace(self.core.state.the_spec, success_reward="misspelled")
+            return super().generate(num, **fields)
+
+    run = Unnamed(priority="advantage")
+    assert len(run.batch(1).groups) == 4
+
+
+def test_dropped_groups_that_the_log_replaces_admit_no_others_at_eta_0() -> None:
+    class Vanishing(Replaying):
+        def reward(self, episode: str) -> float:
+            group = int(episode.split(".")[0].removeprefix("g"))
+            return 1.0 if group >= 4 else float(episode.endswith(".0"))
+
+    run = Vanishing(priority="advantage", share=0.75, max_staleness=ANY_STALENESS)
+    run.core.state.spec = replace(run.core.state.the_spec, max_staleness=0, admit_early=True)
+    run.step(1)
+    waiting = run.ask(i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=2, wait_s=9.0)
+    run.generate(8, step=1)
+    assert waiting is None
+    assert run.core.state.replay.vanished == 4
+    acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=16, wait_s=1.0)
+    assert len(acquired.leases) == 2, "one group of two: the log has the places of the other three"
+
+
+def test_the_log_is_not_ranked_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Replaying(priority="advantage")
+    run.step(1)
+    monkeypatch.setattr(replay_decisions, "_ranked", lambda *_: pytest.fail("the log was ranked"))
+    assert len(run.lease(2).groups) == 4
+
+
+def test_a_waiting_trainer_gets_the_number_that_it_waits_for() -> None:
+    run = Replaying(priority="advantage", max_staleness=ANY_STALENESS)
+    run.step(1)
+    run.step(2)
+    run.generate(6, step=2)
+    lease = run.ask(i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=3, wait_s=0.0)
+    assert lease.waiting_for.startswith("READY groups: 3 of 4"), "no group has vanished, so the log replaces none"
+
+
+def test_the_payloads_in_the_log_have_at_most_its_bytes() -> None:
+    run = Replaying(capacity_bytes=60)
+    run.step(1)
+    run.step(2)
+    log = run.core.state.replay
+    assert list(log.entries) == ["g1", "g2", "g3"], "each has 20 bytes"
+    assert (log.num_bytes, log.left) == (60, {"capacity": 1})
+
+
+def test_the_log_keeps_of_a_task_what_batches_name() -> None:
+    run = Replaying()
+    group = run.batch(1).groups[0].group
+    run.core.state.groups[group].task = f.Task(task_id="t0", labels={"level": "5"}, extras={"prefix": "x" * 1000})
+    run.finish(1, run.lease(1))
+    assert run.core.state.replay.entries[group].group.task == f.Task(task_id="t0", labels={"level": "5"})
+
+
+def test_measures_without_an_advantage_leave_it_unknown() -> None:
+    run = Replaying()
+    lease = run.batch(1)
+    groups = (
+        f.TrainedGroup(group="g0", measures={"loss": 1.0}, num_tokens=4),
+        f.TrainedGroup(group="g1", mean_abs_advantage=0.25, num_tokens=4),
+    )
+    run.ask(i.CommitUpdate, **NAMES, trainer_epoch=run.epoch, update=1, lease_ids=(lease.lease_id,), groups=groups)
+    assert [run.core.state.groups[name].mean_abs_advantage for name in ("g0", "g1")] == [-1.0, 0.25]
+
+
+def test_adjusted_rewards_count_for_the_failed_groups_of_a_task() -> None:
+    class Adjusting(OneTask):
+        def decide(self, group: str) -> i.GroupDecided:
+            samples = self.core.state.groups[group].samples
+            rewards = (f.Reward(name="correct", value=1.0, segment=-1, scorer="exact@1"),)
+            adjusted = tuple(f.SampleRewards(sample_id=name, rewards=rewards) for name in samples)
+            return i.GroupDecided(group=group, decision=f.GroupDecision.KEEP, adjusted=adjusted)
+
+    run = Adjusting(priority="success_per_task")
+    run.batch(1)
+    assert run.core.state.replay.failed_groups == {}
 
 
 # The audit ------------------------------------------------------------------------------------------------------------

@@ -99,6 +99,7 @@ def replay_specs() -> st.SearchStrategy[records.ReplaySpec]:
         max_staleness=st.just(records.ANY_STALENESS) | st.integers(1, 100),
         share=st.floats(0.5, 1.0),
         capacity_groups=st.integers(1, 16_384),
+        capacity_bytes=st.integers(1, 2**40),
         priority=st.just("return"),
         options=st.fixed_dictionaries({"temperature": st.floats(0.1, 10.0)}),
     )

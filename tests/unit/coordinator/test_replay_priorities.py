@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollmesh.mesh.config import ReplayConfig
 from rollmesh.services.coordinator.core.records import ANY_STALENESS, ReplaySpec
 from rollmesh.services.coordinator.core.replay_priorities import (
     Advantage,
@@ -96,6 +97,16 @@ def test_the_first_part_of_a_batch_is_the_shortest_correct_and_the_longest_incor
         ({"priority": "newest"}, "priority", "must be one of fifo, advantage, return, success_per_task, compensation"),
         ({"options": {"temperature": 1.0}}, "options.temperature", "must be an option of fifo"),
         ({"priority": "return", "options": {"temperature": 0.0}}, "options.temperature", "must be > 0"),
+        (
+            {"priority": "success_per_task", "options": {"after_groups": 1.5}},
+            "options.after_groups",
+            "must be a whole number, got 1.5",
+        ),
+        (
+            {"priority": "compensation", "share": 1.0, "options": {"extra_updates": 0.5}},
+            "options.extra_updates",
+            "must be a whole number, got 0.5",
+        ),
         ({"priority": "compensation"}, "share", "must be 1 with priority compensation"),
     ],
 )
@@ -115,6 +126,11 @@ def test_a_wrong_replay_log_is_refused(fields: dict[str, Any], field: str, what:
         ({"batch_groups": 1}, {"share": 1.0}, "batch_groups"),
         ({"batch_groups": 4, "group_size": 1}, {"priority": "advantage"}, "group_size"),
         ({"batch_groups": 9}, {"priority": "compensation", "share": 1.0}, "replay.capacity_groups"),
+        (
+            {"batch_groups": 4, "max_staleness": 4},
+            {"priority": "compensation", "share": 1.0},
+            "replay.max_staleness",
+        ),
         ({"batch_groups": 4, "export_groups": 4}, {}, "replay"),
     ],
 )
@@ -129,3 +145,14 @@ def test_a_replay_log_that_does_not_fit_its_run_is_refused(
 
 def test_a_priority_is_made_once() -> None:
     assert make_priority("fifo", {}) is make_priority("fifo", {})
+
+
+@pytest.mark.parametrize(("share", "amount", "quota"), [(0.29, 100, 29), (1 / 49, 49, 1), (0.5, 5, 2), (1.0, 4, 3)])
+def test_a_share_that_is_a_rounded_number_has_all_of_its_groups(share: float, amount: int, quota: int) -> None:
+    replay = ReplaySpec(max_staleness=4, share=share, capacity_groups=8)
+    assert replay.quota(amount) == quota
+    assert endless_spec(batch_groups=amount, replay=replay).fresh_groups == amount - quota
+
+
+def test_an_unlimited_bound_in_a_file_is_one_that_admits_all() -> None:
+    assert ReplayConfig(max_staleness="unlimited").spec().max_staleness == ANY_STALENESS

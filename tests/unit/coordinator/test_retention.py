@@ -19,7 +19,7 @@ from rollmesh.shared.bus.payload_bus import PayloadBus, SampleStream
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import SystemClock
 from rollmesh.shared.errors import DiskFull
-from rollmesh.shared.store.payload_files import PayloadFiles, file_of
+from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, file_of
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import types_pb2
 
@@ -87,10 +87,7 @@ async def test_payloads_of_the_share_of_the_groups_are_read_after_their_file_is_
 async def test_a_full_disk_delays_no_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
-        raise DiskFull("no space left on the device")
-
-    monkeypatch.setattr(PayloadFiles, "keep", full)
+    monkeypatch.setattr(PayloadFiles, "keep", _full)
     assert await kept(tmp_path, 1.0) == []
     assert "payloads not kept: run=r" in caplog.text
 
@@ -103,6 +100,7 @@ async def test_payloads_of_the_replay_log_are_read_until_neither_the_log_nor_a_g
     assert samples.files is not None
     driver: Any = Driver()
     state = driver.core.state
+    state.ended = "UPDATES_MAX"
     held, replayed = (_entry(f"g{number}", at[number]) for number in (1, 2))
     state.replay.entries = {"g1": held}
     state.groups["r0"] = replayed.group
@@ -122,6 +120,60 @@ async def test_payloads_of_the_replay_log_are_read_until_neither_the_log_nor_a_g
     state.groups.clear()
     await keeper.purge()
     assert await _read(samples, at[2]) is None
+
+
+async def test_the_copies_of_a_run_that_cannot_be_reopened_are_removed(tmp_path: Path) -> None:
+    files, keeper, driver, at = await _logged(tmp_path, 1)
+    await keeper.purge()
+    assert files.read(at[0]) == b"payload 0"
+    driver.core.state.ended = "STOPPED"
+    await keeper.purge()
+    with pytest.raises(NoPayloadFile):
+        files.read(at[0])
+
+
+async def test_a_payload_of_the_replay_log_that_is_unreadable_delays_no_removal(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files, keeper, _, at = await _logged(tmp_path, 2)
+    path = files.folder / f"{file_of(at[0]):08d}.payloads"
+    path.write_bytes(path.read_bytes().replace(b"payload 0", b"payload ?"))
+    await keeper.purge()
+    assert file_of(at[0]) not in files.sizes()
+    assert files.read(at[1]) == b"payload 1"
+    assert "payload of the replay log is lost: run=r" in caplog.text
+
+
+async def test_a_file_remains_while_the_disk_has_no_room_for_its_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, keeper, _, at = await _logged(tmp_path, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(PayloadFiles, "hold", _full)
+        await keeper.purge()
+        assert file_of(at[0]) in files.sizes()
+    await keeper.purge()
+    assert file_of(at[0]) not in files.sizes()
+    assert files.read(at[0]) == b"payload 0"
+
+
+def _full(*_: Any) -> None:
+    raise DiskFull("no space left on the device")
+
+
+async def _logged(folder: Path, num: int) -> tuple[PayloadFiles, Housekeeper, Any, list[int]]:
+    """Return the files and the housekeeper of a run whose replay log has `num` payloads, and their positions."""
+    bus = PayloadBus(MemoryBus(), folder / "payloads", write=True, bytes_max=1 << 20)
+    samples = await bus.create(run_streams("r").samples)
+    at = [await samples.append(b"payload %d" % number, msg_id=str(number)) for number in range(num)]
+    assert isinstance(samples, SampleStream)
+    assert samples.files is not None
+    driver: Any = Driver()
+    driver.core.state.ended = "UPDATES_MAX"
+    driver.core.state.replay.entries = {f"g{number}": _entry(f"g{number}", one) for number, one in enumerate(at)}
+    store = SnapshotStore(folder / "snapshots")
+    keeper = Housekeeper(driver, store, samples, clock=SystemClock(), limits=RunLimits(), position=0)
+    return samples.files, keeper, driver, at
 
 
 def _entry(name: str, sequence: int) -> ReplayEntry:
@@ -144,4 +196,5 @@ def test_a_stream_is_not_purged_from_the_oldest_payload_of_the_replay_log_on() -
     state = CoreRun().core.state
     state.replay.entries = {"g0": _entry("g0", 7)}
     state.groups["g1"] = _entry("g1", 9).group
+    state.replay.entries["g2"] = _entry("g2", 0)  # without a payload
     assert lowest_live(state) == 7

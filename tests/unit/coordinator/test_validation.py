@@ -257,6 +257,7 @@ def _dropped(*members: tuple[str, str]) -> dict[str, Any]:
         (_dropped(("x" * 3_000_000, "LOOP")), "`dropped[0].sample_id` must have 1 to 256 characters"),
         (_dropped(("a", "LOOP"), ("b", "")), "`dropped[1].reason` must have 1 to 64 characters of A-Z a-z 0-9 _ . : / -, got ''"),
         (_dropped(("a", "x" * 3_000_000)), "`dropped[0].reason` must have 1 to 64 characters"),
+        (_dropped(("a", "DEFERRED")), "`dropped[0].reason` must not be one of DEFERRED, VANISHED_ADVANTAGE, got 'DEFERRED'"),
         (_dropped(("a", "mean 0.1")), "`dropped[0].reason` must have 1 to 64 characters"),
     ],
 )  # fmt: skip

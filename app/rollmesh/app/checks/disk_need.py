@@ -63,6 +63,9 @@ def disk_need(config: TrainConfig, model: Path) -> list[Part]:
     if config.archives_ledgers and config.run.updates_max:
         samples = config.run.updates_max * config.run.batch_groups * config.run.group_size
         parts.append(Part("ledger archive", samples * ARCHIVED_SAMPLE_BYTES, "run.updates_max"))
+    if config.run.replay is not None and config.payloads_in_files:
+        limit = config.run.replay.capacity_bytes
+        parts.append(Part("replay log", limit, "run.replay.capacity_bytes"))
     if config.coordinator.run.retain_share:
         limit = config.coordinator.run.retained_bytes_max
         parts.append(Part("kept payloads", limit, "coordinator.run.retained_bytes_max"))

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from rollmesh.services.coordinator.audit_report import Complain
 from rollmesh.services.coordinator.audit_versions import Versions
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import SampleMeta, StepSpan
+from rollmesh.services.coordinator.core.facts import GroupDecision, StepSpan
 from rollmesh.services.coordinator.core.records import ReplaySpec
 
 _DEFERRED = "DEFERRED"
@@ -29,8 +29,10 @@ class Replays:
         self._complain = complain
         self._versions = versions
         self._spec: ReplaySpec | None = None
-        self._scored: dict[str, tuple[str, SampleMeta]] = {}
-        """Group and metadata of every scored sample."""
+        self._scored: dict[str, tuple[str, tuple[StepSpan, ...]]] = {}
+        """Group and steps of every scored sample."""
+        self._decided: set[str] = set()
+        """Groups that a finalizer has kept, in a run that defers samples."""
         self._steps: dict[str, tuple[StepSpan, ...]] = {}
         self._used: dict[int, tuple[str, ...]] = {}
         self._replayable: set[str] = set()
@@ -50,7 +52,7 @@ class Replays:
             case f.RunCreated() | f.RunChanged():
                 self._spec = fact.spec.replay
             case f.EpisodeScored() if self._spec is not None:
-                self._scored.update((sample.sample_id, (fact.group, sample)) for sample in fact.samples)
+                self._scored.update((sample.sample_id, (fact.group, sample.steps)) for sample in fact.samples)
             case f.UpdateCommitted() if self._spec is not None:
                 self._used[fact.update] = fact.used
                 for sample_id in fact.used:
@@ -61,8 +63,10 @@ class Replays:
                     self._replayable.update(self._used.pop(update))
             case f.RolledBack():
                 self._used = {update: used for update, used in self._used.items() if update <= fact.to_update}
-            case f.SamplesEnded(reason=reason) if reason == _DEFERRED:
-                self._replayable.update(fact.sample_ids)
+            case f.GroupFinalized(decision=GroupDecision.KEEP) if self._defers:
+                self._decided.add(fact.group)
+            case f.SamplesEnded(reason=reason) if reason == _DEFERRED and fact.group in self._decided:
+                self._replayable.update(fact.sample_ids)  # else a finalizer of this word has dropped them
             case f.SamplesReplayed():
                 self._replay(fact)
             case f.BatchLeased():
@@ -70,22 +74,26 @@ class Replays:
                     if sample_id in self:
                         self._check(sample_id, fact.update, f"lease {fact.lease_id} of update {fact.update} has")
 
+    @property
+    def _defers(self) -> bool:
+        return self._spec is not None and self._spec.made.once
+
     def _replay(self, fact: f.SamplesReplayed) -> None:
         if not fact.samples:
             self._complain("once", f"nothing of group {fact.original_group} is replayed in group {fact.group}")
         for sample in fact.samples:
             name, original = sample.sample_id, sample.original_id
-            group, meta = self._scored.get(original, ("", None))
+            group, steps = self._scored.get(original, ("", None))
             if name in self or name in self._scored:
                 self._complain("once", f"sample {name} is replayed, but this id exists")
-            if meta is None or group != fact.original_group or original not in self._replayable:
+            if steps is None or group != fact.original_group or original not in self._replayable:
                 what = f"sample {original} of group {fact.original_group}, which was neither trained nor deferred"
                 self._complain("once", f"sample {name} replays {what}")
-            elif meta.steps != sample.steps:
+            elif steps != sample.steps:
                 self._complain(
                     "bound",
                     f"replayed sample {name} has steps {_text(sample.steps)}, its original {original} has "
-                    f"{_text(meta.steps)}",
+                    f"{_text(steps)}",
                 )
             self.originals[name] = original
             self._steps[name] = sample.steps

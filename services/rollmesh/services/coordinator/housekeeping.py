@@ -33,8 +33,8 @@ from rollmesh.shared.bus.bus import StreamLog
 from rollmesh.shared.bus.payload_bus import SampleStream
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ledger_head import LedgerHead
-from rollmesh.shared.errors import MeshError
-from rollmesh.shared.store.payload_files import PayloadFiles, file_of, in_file
+from rollmesh.shared.errors import DiskFull, MeshError
+from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, UnreadableRecord, file_of, in_file
 from rollmesh.v1 import types_pb2
 
 REPORT_TERMS = 2.0
@@ -140,12 +140,26 @@ class Housekeeper:
         }
         unneeded, logged, needed = await self._driver.read(self._unneeded)
         for number in unneeded:
-            if held := [sequence for sequence in logged if file_of(sequence) == number]:
-                await asyncio.to_thread(files.hold, held)
+            held = [sequence for sequence in logged if file_of(sequence) == number]
+            if held and not await asyncio.to_thread(self._hold, files, held):
+                continue
             if self._limits.retain_share and sizes[number]:
                 await asyncio.to_thread(self._keep, files, number)
             await asyncio.to_thread(files.remove, number)
         await asyncio.to_thread(files.release, needed)
+
+    def _hold(self, files: PayloadFiles, sequences: list[int]) -> bool:
+        """Copy payloads of the replay log. Return False if the file that has them must remain for now, because the disk
+        is full. A payload that cannot be read is lost with or without its file."""
+        for sequence in sequences:
+            try:
+                files.hold(sequence)
+            except (NoPayloadFile, UnreadableRecord) as error:
+                _log.warning("payload of the replay log is lost: run=%s cause=%s", self._driver.run, error)
+            except (DiskFull, OSError) as error:
+                _log.warning("payloads of the replay log not copied: run=%s cause=%s", self._driver.run, error)
+                return False
+        return True
 
     def _keep(self, files: PayloadFiles, number: int) -> None:
         """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
@@ -200,6 +214,8 @@ def _live_sequences(state: State) -> Iterator[int]:
 
 
 def _logged_sequences(state: State) -> Iterator[int]:
-    """Return the payloads of the replay log. A run that has ended replays nothing, unless it is reopened."""
+    """Return the payloads of the replay log; none of a run that has ended and cannot be reopened."""
+    if state.ended and not state.reopens:
+        return iter(())
     groups = (entry.group for entry in state.replay.entries.values())
-    return (episode.payload.sequence for group in groups for episode in group.episodes.values())
+    return (e.payload.sequence for group in groups for e in group.episodes.values() if e.payload.sequence)

@@ -63,6 +63,15 @@ REPLAY_STALENESS = histogram(
     buckets=(0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0),
 )
 REPLAY_GROUPS = gauge("rollmesh_coordinator_replay_log_groups", "Groups in the replay log.", "run")
+REPLAY_BYTES = gauge("rollmesh_coordinator_replay_log_bytes", "Bytes of the payloads of the replay log.", "run")
+REPLAY_LEFT = counter(
+    "rollmesh_coordinator_replay_log_left_total",
+    "Groups that left the replay log because it was full, or because no later update may train them. With the priority "
+    "compensation, their samples are never trained.",
+    "run",
+    "cause",
+    cause=("capacity", "bound"),
+)
 STEP = gauge(
     "rollmesh_coordinator_step", "The policy's steps: applied, published (-1: none), checkpoint.", "run", "state",
     state=("applied", "published", "checkpoint"),

@@ -21,7 +21,9 @@ from rollmesh.services.coordinator.metrics import (
     PENDING,
     POSITION,
     REJECTED,
+    REPLAY_BYTES,
     REPLAY_GROUPS,
+    REPLAY_LEFT,
     REPLAY_STALENESS,
     REWARD,
     SAMPLES,
@@ -99,6 +101,8 @@ def _replay(run: str, state: State) -> list[Reading]:
         *_samples(run, state.replay.counters, "replay"),
         Reading(REPLAY_STALENESS, lags, (run,)),
         Reading(REPLAY_GROUPS, len(state.replay.entries), (run,)),
+        Reading(REPLAY_BYTES, state.replay.num_bytes, (run,)),
+        *(Reading(REPLAY_LEFT, state.replay.left.get(cause, 0), (run, cause)) for cause in ("capacity", "bound")),
     ]
 
 

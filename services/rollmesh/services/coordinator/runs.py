@@ -24,7 +24,7 @@ from rollmesh.services.coordinator.archiver import Archiver, drop_unsealed
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.fleet import Fleet, NodeState, WeightGoal
+from rollmesh.services.coordinator.core.fleet import Fleet, NodeKind, NodeState, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
@@ -59,6 +59,8 @@ from rollmesh.shared.telemetry import log_context
 OPENINGS_MAX = 8
 """Maximum number of runs that are opened at the same time."""
 _log = logging.getLogger(__name__)
+_REPLAYING = (NodeKind.GATEWAY, NodeKind.LEARNER)
+"""Nodes that read `replay_of` of leased samples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -171,11 +173,12 @@ class Runs:
                 _log.error("run %s cannot be led until a request for it tries again: %s", run, error)
 
     async def create(self, spec: RunSpec) -> bool:
-        """Create a run. Return whether it is new. Raises RunExists if it exists with another spec, Overloaded, and
-        DiskFull."""
+        """Create a run. Return whether it is new. Raises RunExists if it exists with another spec, NotReady,
+        Overloaded, and DiskFull."""
         try:
             driver = await self.get(spec.run)
         except UnknownRun:
+            self._check_nodes(spec)
             driver = await self._make(spec.run)
         return (await driver.submit(lambda ticket: m.CreateRun(ticket=ticket, spec=spec))).created
 
@@ -378,6 +381,19 @@ class Runs:
     def _reads_archives(self) -> bool:
         """Return whether every node reads archive segments. A node of the release before may read the ledger."""
         return all(node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD)
+
+    def _check_nodes(self, spec: RunSpec) -> None:
+        """Reject a run with a replay log while a gateway or a learner of the release before would ignore
+        `replay_of`."""
+        if spec.replay is None:
+            return
+        for node in self._fleet.nodes.values():
+            if node.state is not NodeState.DEAD and node.kind in _REPLAYING and node.protocol < PROTOCOL:
+                raise NotReady(
+                    f"`run.replay` needs protocol {PROTOCOL} at every gateway and learner, and {node.node_id} has "
+                    f"{node.protocol}; upgrade it (docs/upgrades.md), then retry",
+                    node=node.node_id,
+                )
 
     def _lose(self, driver: RunDriver, error: Internal) -> None:
         led = self._led.pop(driver.run, None)

@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.core.records import (
     SAMPLE_TOKENS_MAX,
     SAMPLES_PER_EPISODE_MAX,
 )
+from rollmesh.services.coordinator.core.replay_log import RESERVED_REASONS
 from rollmesh.services.coordinator.core.state import SUBMITTED_SCHEME
 from rollmesh.shared.codec import summaries
 from rollmesh.shared.codec.checks import (
@@ -512,6 +513,8 @@ def check_decision(answer: reward_pb2.FinalizeGroupResponse) -> None:
         check_id(f"dropped[{index}].sample_id", member.sample_id)
         if not is_word(member.reason):
             raise field_error(f"dropped[{index}].reason", WORD_FORM, member.reason)
+        if member.reason in RESERVED_REASONS:
+            raise field_error(f"dropped[{index}].reason", f"not be one of {', '.join(RESERVED_REASONS)}", member.reason)
 
 
 # Parts ----------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A payload that cannot be read, or that contradicts the metadata of a leased sample, would recur with every lease. The
 response holds its failure, so that the trainer drops its samples, and it is recorded as a dead letter. A payload that
-is gone raises PAYLOAD_LOST, because the lease may be old.
+is gone raises PAYLOAD_LOST, because the lease may be old. If it is that of a replayed sample, it is a failure as well:
+returned samples are in the next batch again.
 
 An episode is read and sent once per fetch, with its leased samples. Shards hold whole episodes, assigned in the order
 of their samples' ids. The same lease is therefore always sharded equally, and shards differ by at most one episode.
@@ -140,12 +141,15 @@ class PayloadReader:
 
 
 async def read_episode(log: StreamLog, ref: EpisodeRef) -> Read:
-    """Return the payload of `ref`, or its error if it contradicts the report. Raise PayloadLost if it is gone."""
+    """Return the payload of `ref`, or its error if it contradicts the report. Raise PayloadLost if it is gone, unless
+    the samples are replayed."""
     try:
         record = await log.read_direct(ref.sequence)
     except UnreadableRecord as error:
         return Read(ref, None, PayloadLost(error.message))
     except UnknownRecord as error:
+        if any(sample.replay_of for sample in ref.samples):  # the next lease would have the same samples
+            return Read(ref, None, PayloadLost(f"record {ref.sequence} of {log.name} is gone; drop its samples"))
         raise _lost(ref.sample_ids[0], f"record {ref.sequence} of {log.name} is gone") from error
     try:
         episode = types_pb2.Episode.FromString(record.payload)

@@ -29,6 +29,7 @@ from typing import BinaryIO
 from rollmesh.shared.domain.formats import check_format
 from rollmesh.shared.errors import DataLoss, NotFound
 from rollmesh.shared.store.disk import disk_full_errors
+from rollmesh.shared.store.whole_files import write_whole
 
 FIRST_SEQUENCE = 1 << 40
 """Lowest position of a record in a file. A stream would need 10^12 records to reach it."""
@@ -139,22 +140,16 @@ class PayloadFiles:
             os.close(self.create()[1])
         self._path(number).unlink(missing_ok=True)
 
-    def hold(self, sequences: Collection[int]) -> None:
-        """Copy payloads for the replay log, so that their files can be removed. Idempotent. Raises as `read`, OSError,
+    def hold(self, sequence: int) -> None:
+        """Copy a payload for the replay log, so that its file can be removed. Idempotent. Raises as `read`, OSError,
         DiskFull."""
-        folder = self._held(0).parent
-        folder.mkdir(mode=0o700, exist_ok=True)
-        for sequence in sequences:
-            path = self._held(sequence)
-            if path.exists():
-                continue
-            partial = path.with_suffix(".partial")
-            payload = self.read(sequence)
-            with disk_full_errors(folder), open(partial, "wb", opener=_opener) as copy:
-                copy.write(record_header(sequence, payload) + payload)
-                copy.flush()
-                os.fsync(copy.fileno())
-            partial.replace(path)
+        path = self._held(sequence)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        if path.exists():
+            return
+        payload = self.read(sequence)
+        with disk_full_errors(path.parent):
+            write_whole(path, record_header(sequence, payload) + payload)
 
     def release(self, needed: Collection[int]) -> None:
         """Remove the copies that the replay log does not need. Idempotent."""

@@ -193,11 +193,11 @@ def _(fact: f.EpisodeScored, state: State) -> None:
 def _(fact: f.GroupFinalized, state: State) -> None:
     group = state.groups[fact.group]
     assert group.phase is GroupPhase.FINALIZING, f"{fact.group} finalized while {group.phase.name}"
-    replay_log.note_decided(state, fact)
     for adjusted in fact.adjusted:
         sample = group.samples[adjusted.sample_id]
         sample.meta = msgspec.structs.replace(sample.meta, rewards=without_evidence(adjusted.rewards))
         sample.rewards_as_reported = False
+    replay_log.note_decided(state, fact)
     if fact.decision is GroupDecision.KEEP:
         group.phase = GroupPhase.READY
     elif fact.decision is GroupDecision.FILTER:
@@ -283,7 +283,9 @@ def _(fact: f.UpdateCommitted, state: State) -> None:
     if fresh := [group for group in groups if group.purpose is not Purpose.REPLAY]:
         clock.mean_rewards = _mean_rewards(fresh)
     reasons = {d.sample_id: d.reason for d in fact.dropped}
-    measured = {g.group: g.measures.get("mean_abs_advantage", g.mean_abs_advantage) for g in fact.groups}
+    measured = {
+        g.group: g.measures.get("mean_abs_advantage", -1.0) if g.measures else g.mean_abs_advantage for g in fact.groups
+    }
     for group in groups:
         group.mean_abs_advantage = measured.get(group.group, -1.0)
         group.phase = GroupPhase.APPLIED

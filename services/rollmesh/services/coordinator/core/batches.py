@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import msgspec
 
 from rollmesh.services.coordinator.core import bound, foreign_samples, replay, rollouts
@@ -19,7 +21,7 @@ from rollmesh.services.coordinator.core.guards import (
     refuse_expired,
 )
 from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, SAMPLE_TOKENS_MAX, SAMPLES_PER_EPISODE_MAX
-from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, SampleState
+from rollmesh.services.coordinator.core.state import BatchState, GroupPhase, GroupState, ReplayEntry, SampleState
 from rollmesh.shared.domain.text import count_of, short_labels
 from rollmesh.shared.errors import (
     NotPublished,
@@ -104,14 +106,13 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     sweep(ctx, request.update)
     unit, amount = _wanted(ctx, request)
     ready = [g for g in ctx.state.training_groups(GroupPhase.READY) if not replay.drop_vanished(ctx, g)]
-    share = foreign_samples.BatchShare(ctx, amount)
-    within = [group for group in ready if share.take(group, _size(group, unit))]
+    within = _within_shares(ctx, ready, unit, amount)
     if within or not _is_all(ctx):  # else only submitted samples are left, which no rollout will join
         ready = within
-    if sum(_size(g, unit) for g in ready) < replay.fresh_amount(ctx, amount) and not _is_all(ctx):
+    least = replay.fresh_amount(ctx, request.update, amount, partial(_size, unit=unit), _whole(ctx, unit, amount))
+    if sum(_size(g, unit) for g in ready) < least and not _is_all(ctx):
         return []
-    whole = {i.GeometryUnit.GROUPS: 1, i.GeometryUnit.SAMPLES: ctx.spec.group_size}.get(unit, amount)
-    replayed, num_fresh = replay.plan(ctx, request.update, amount, lambda group: _size(group, unit), whole)
+    replayed, num_fresh = _plan(ctx, request.update, unit, amount)
     fresh: list[GroupState] = []
     total = 0
     for group in ready:
@@ -122,6 +123,38 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     if total < num_fresh and not (fresh and _is_all(ctx)):
         return []
     return replay.adjust(ctx, request.update, fresh) + replay.take(ctx, request.update, replayed)
+
+
+def _plan(
+    ctx: DecisionContext, update: int, unit: i.GeometryUnit, amount: int
+) -> tuple[list[GroupState | ReplayEntry], int]:
+    return replay.plan(ctx, update, amount, partial(_size, unit=unit), _whole(ctx, unit, amount))
+
+
+def _whole(ctx: DecisionContext, unit: i.GeometryUnit, amount: int) -> int:
+    """Return the amount of a whole group."""
+    return {i.GeometryUnit.GROUPS: 1, i.GeometryUnit.SAMPLES: ctx.spec.group_size}.get(unit, amount)
+
+
+def _within_shares(
+    ctx: DecisionContext, ready: list[GroupState], unit: i.GeometryUnit, amount: int
+) -> list[GroupState]:
+    """Return the groups that a batch of this amount may have: those of a source at most up to its share."""
+    share = foreign_samples.BatchShare(ctx, amount)
+    return [group for group in ready if share.take(group, _size(group, unit))]
+
+
+def _progress(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> tuple[int, int]:
+    """Return how much of the next batch is READY, and how much of it must be fresh, as `_choose` computes it."""
+    unit, amount = _wanted(ctx, request)
+    ready = _within_shares(ctx, ctx.state.training_groups(GroupPhase.READY), unit, amount)
+    return sum(_size(group, unit) for group in ready), _plan(ctx, ctx.clock.applied + 1, unit, amount)[1]
+
+
+def has_batch(ctx: DecisionContext) -> bool:
+    """Return whether a batch of the run's own size could be leased now."""
+    ready, wanted = _progress(ctx)
+    return ready >= wanted
 
 
 def _is_all(ctx: DecisionContext) -> bool:
@@ -203,12 +236,11 @@ def why_no_batch(ctx: DecisionContext, request: i.LeaseBatch | None = None) -> s
     if state.ended or state.stopping:
         return f"run ended: {state.ended or state.stopping}"
     request = request or next((waiter.request for waiter in ctx.ephemeral.trainers), None)
-    unit, amount = _wanted(ctx, request)
-    amount = replay.fresh_amount(ctx, amount) or amount
-    ready = sum(_size(group, unit) for group in state.training_groups(GroupPhase.READY))
+    unit, _ = _wanted(ctx, request)
+    ready, wanted = _progress(ctx, request)
     busy = len(state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING))
     on_their_way = str(busy) if unit is i.GeometryUnit.GROUPS else count_of(busy, "group")
-    text = f"READY {unit.name.lower()}: {ready} of {amount}, {on_their_way} on their way"
+    text = f"READY {unit.name.lower()}: {ready} of {wanted}, {on_their_way} on their way"
     if rejected := rollouts.why_rejected(ctx):
         return f"{text}; {rejected}"
     return text if busy else f"{text}: the run waits for {_why_no_group(ctx)}"

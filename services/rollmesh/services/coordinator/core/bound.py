@@ -22,6 +22,8 @@ from rollmesh.services.coordinator.core.state import (
 )
 from rollmesh.shared.domain.versions import intended_update, oldest_admissible, staleness
 
+_BEFORE_COMMIT = (GroupPhase.READY, GroupPhase.LEASED, GroupPhase.IN_DOUBT)
+
 
 def bound_of(sample: SampleState, leased_under: Bound, spec: RunSpec) -> Bound:
     """Return the bound of a sample: that of the replay log if it is replayed."""
@@ -88,17 +90,32 @@ def next_intended_update(state: State) -> int:
     """Return k*: the update that the next admitted group is intended for.
 
     n counts the groups of committed updates and all live groups: in progress, READY, leased or in doubt. Filtered,
-    failed and stale groups are not in it.
+    failed and stale groups are not in it, except those that groups of the replay log replace.
     """
     return intended_update(admitted=num_ahead(state), batch=state.the_spec.fresh_groups)
 
 
 def num_ahead(state: State) -> int:
     """Return n: groups of committed updates and all live groups that no committed update has."""
-    on_the_way = state.training_groups(
-        GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY, GroupPhase.LEASED, GroupPhase.IN_DOUBT
-    )
-    return state.the_clock.applied * state.the_spec.fresh_groups + len(on_the_way)
+    phases = (GroupPhase.OPEN, GroupPhase.FINALIZING, *_BEFORE_COMMIT)
+    live = len(state.training_groups(*phases)) + _num_replacing(state)
+    return state.the_clock.applied * state.the_spec.fresh_groups + live
+
+
+def _num_replacing(state: State) -> int:
+    """Return how many groups of the log are, or will be, in the next batch in place of groups that have ended without
+    an advantage. Until the lease, these are counted; from then on, the batch has groups of the log."""
+    spec, log = state.the_spec.replay, state.replay
+    if spec is None or not spec.made.replaces:
+        return 0
+    taken = state.replayed_groups(*_BEFORE_COMMIT)
+    if not log.vanished:
+        return len(taken)
+    room = spec.quota(state.the_spec.batch_groups) - sum(group.phase is GroupPhase.READY for group in taken)
+    chosen = {
+        s.origin.group for g in state.replayed_groups(*GroupPhase) for s in g.live_samples() if s.origin is not None
+    }
+    return len(taken) + max(0, min(log.vanished, room, len(log.entries.keys() - chosen)))
 
 
 def step_min(state: State) -> int:

@@ -32,7 +32,7 @@ def change(ctx: DecisionContext, request: m.ChangeRun) -> None:
             "run",
             key=f"run.{name}",
         )
-    reopened = bool(state.ended) and not state.ended.startswith("STOPPED")
+    reopened = state.reopens
     changes = (*request.changes, *unlisted(ctx.spec, request.spec, request.changes))
     ctx.emit(f.RunChanged(change_id=request.change_id, changes=changes, spec=request.spec, reopened=reopened))
     if reopened:

@@ -58,6 +58,15 @@ ANY_STALENESS = -1
 """Value of a bound that admits every staleness."""
 
 
+_ROUNDING = 1e-9
+
+
+def whole_share(share: float, amount: int) -> int:
+    """Return a share of an amount, rounded down to a whole number. A share such as 1/49 is a rounded number itself, so
+    49 times it counts as 1."""
+    return floor(share * amount + _ROUNDING)
+
+
 class ReplaySettings(Settings):
     """The replay log of a run, without its bound."""
 
@@ -67,6 +76,9 @@ class ReplaySettings(Settings):
     1 with `compensation`, whose extra updates are replayed as a whole."""
     capacity_groups: Annotated[int, Meta(ge=1, le=16_384)] = 512
     """Most groups in the log. The oldest leave it first."""
+    capacity_bytes: Annotated[int, Meta(ge=1)] = 4 * 1024**3
+    """Most bytes of the payloads of the groups in the log. The oldest groups leave it first. With payloads in files,
+    the copies of these payloads need this room on the disk."""
     priority: str = "fifo"
     """What is kept and what is trained again: fifo, advantage, return, success_per_task or compensation
     (docs/replay.md)."""
@@ -84,6 +96,10 @@ class ReplaySettings(Settings):
     def made(self) -> Priority:
         """The priority with its options."""
         return make_priority(self.priority, self.options)
+
+    def quota(self, amount: int) -> int:
+        """Return how much of a batch of this amount may be replayed. At least one unit is fresh."""
+        return min(whole_share(self.share, amount), amount - 1)
 
 
 class ReplaySpec(ReplaySettings):
@@ -283,10 +299,10 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
             if one.source not in self.external_sources:
                 what = f"must be in external_sources ({', '.join(self.external_sources) or 'none'}), got {one.source}"
                 raise SettingError(f"{field}.source", f"{what}; add it there, because its tokens are trained")
-            if floor(one.share * self.batch_groups + 1e-9) < 1:
+            if whole_share(one.share, self.batch_groups) < 1:
                 least = 1 / self.batch_groups
                 raise SettingError(f"{field}.share", f"must be >= 1 / batch_groups = {least:g}, got {one.share:g}")
-        if (total := sum(one.share for one in self.foreign)) > 1 + 1e-9:
+        if (total := sum(one.share for one in self.foreign)) > 1 + _ROUNDING:
             raise SettingError("foreign", f"must have shares that sum to at most 1, got {total:g}; lower a share")
 
     def _check_replay(self) -> None:
@@ -295,7 +311,7 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
         if self.exports:
             raise SettingError("replay", "must be absent in a run that exports its samples, because it has no updates")
         priority = self.replay.made
-        if (priority.draws or priority.replaces) and int(self.replay.share * self.batch_groups) < 1:
+        if (priority.draws or priority.replaces) and whole_share(self.replay.share, self.batch_groups) < 1:
             raise SettingError(
                 "replay.share",
                 f"must be >= {1 / self.batch_groups:.4g}, one group of batch_groups = {self.batch_groups}, got "
@@ -316,13 +332,27 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must be >= batch_groups = {self.batch_groups} with priority {self.replay.priority}, got "
                 f"{self.replay.capacity_groups}",
             )
+        if priority.once and self.replay.bound.max_staleness <= self.max_staleness:
+            raise SettingError(
+                "replay.max_staleness",
+                f"must be > max_staleness = {self.max_staleness} with priority {self.replay.priority}, whose samples "
+                f"are trained later than their batch, got {self.replay.max_staleness}",
+            )
 
     @property
     def fresh_groups(self) -> int:
         """Groups per update that admission prepares: a batch without the share that is drawn from the replay log."""
         if self.replay is None or not self.replay.made.draws:
             return self.batch_groups
-        return max(1, self.batch_groups - int(self.replay.share * self.batch_groups))
+        return self.batch_groups - self.replay.quota(self.batch_groups)
+
+    @property
+    def deferred_groups_max(self) -> int:
+        """Most groups of deferred samples that may wait for their extra update. Extra updates and others alternate
+        then, so the last of n batches in the log waits for 2 * n updates, which must be within the bound of replay."""
+        assert self.replay is not None, "only a replay log defers samples"
+        batches = (self.replay.bound.max_staleness - self.max_staleness) // 2
+        return min(self.replay.capacity_groups, max(1, batches) * self.batch_groups)
 
     @property
     def bound(self) -> Bound:

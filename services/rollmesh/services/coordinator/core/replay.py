@@ -16,6 +16,7 @@ from rollmesh.services.coordinator.core.replay_log import (
     DEFERRED,
     VANISHED,
     admissible,
+    has_success,
     members_of,
     spread,
 )
@@ -29,15 +30,30 @@ Size = Callable[[GroupState], int]
 def quota(ctx: DecisionContext, amount: int) -> int:
     """Return how much of a batch of this amount may be replayed. At least one unit is fresh."""
     spec = ctx.spec.replay
-    return 0 if spec is None else min(int(spec.share * amount), amount - 1)
+    return 0 if spec is None else spec.quota(amount)
 
 
-def fresh_amount(ctx: DecisionContext, amount: int) -> int:
-    """Return how much of a batch of this amount must be fresh at least."""
+def fresh_amount(ctx: DecisionContext, update: int, amount: int, size: Size, group_amount: int) -> int:
+    """Return how much of a batch of this amount must be fresh at least, as `plan` does, without a look at the groups of
+    the log: it may have fewer than this assumes. `group_amount` is the amount of a whole group."""
     spec = ctx.spec.replay
-    if spec is None or isinstance(spec.made, SuccessPerTask):
+    if spec is None:
         return amount
-    return 0 if isinstance(spec.made, Compensation) else amount - quota(ctx, amount)
+    if isinstance(spec.made, Compensation):
+        return 0 if _begins_extra_update(ctx, update) else amount
+    return amount - _replayed_max(ctx, amount, size, group_amount)
+
+
+def _replayed_max(ctx: DecisionContext, amount: int, size: Size, group_amount: int) -> int:
+    """Return how much of a batch the groups of the log may be, with a priority that adds whole groups to batches."""
+    spec = ctx.spec.replay
+    if spec is None or not (spec.made.draws or spec.made.replaces):
+        return 0
+    most = quota(ctx, amount)
+    if spec.made.replaces:
+        waiting = ctx.state.replayed_groups(GroupPhase.READY)
+        most = min(most, ctx.state.replay.vanished * group_amount + sum(map(size, waiting)))
+    return most
 
 
 def drop_vanished(ctx: DecisionContext, group: GroupState) -> bool:
@@ -45,8 +61,10 @@ def drop_vanished(ctx: DecisionContext, group: GroupState) -> bool:
     spec = ctx.spec.replay
     if spec is None or not spec.made.replaces or group.source:
         return False
-    if spread(members_of(group, ctx.spec.success_reward)) > 0:
-        return False
+    name = ctx.spec.success_reward
+    measured = any(has_success(s.meta.rewards, name) for s in group.samples.values())
+    if spread(members_of(group, name)) > 0 or not measured:
+        return False  # without the reward nothing says that the advantage vanishes
     live = tuple(s.sample_id for s in group.live_samples())
     ctx.emit(f.SamplesEnded(group=group.group, sample_ids=live, end=SampleEnd.FILTERED, reason=VANISHED))
     return True
@@ -64,16 +82,16 @@ def plan(
     if spec is None:
         return [], amount
     priority = spec.made
-    waiting = ctx.state.replayed_groups(GroupPhase.READY)
     if isinstance(priority, Compensation):
-        full = waiting or _is_full(ctx, priority)
-        chosen = _first([*waiting, *_ranked(ctx, update)], amount, size, full=True) if full else []
+        if not _begins_extra_update(ctx, update):
+            return [], amount
+        waiting = ctx.state.replayed_groups(GroupPhase.READY)
+        chosen = _first([*waiting, *_ranked(ctx, update)], amount, size, full=True)
         return chosen, 0 if chosen else amount
-    most = quota(ctx, amount)
-    if priority.replaces:
-        most = min(most, ctx.state.replay.vanished * group_amount + sum(map(size, waiting)))
-    elif not priority.draws:
+    most = _replayed_max(ctx, amount, size, group_amount)
+    if most <= 0:
         return [], amount
+    waiting = ctx.state.replayed_groups(GroupPhase.READY)
     chosen = _first([*waiting, *_ranked(ctx, update)], most, size, full=False)
     return chosen, amount - (most if priority.draws else sum(size(_group(one)) for one in chosen))
 
@@ -132,6 +150,7 @@ def _add_successes(ctx: DecisionContext, update: int, priority: SuccessPerTask, 
             continue
         if samples := admissible(entry, spec, ctx.state, update):
             _emit(ctx, update, group.group, entry, samples)
+            del stored[group.task.task_id]  # a batch has a sample once
             left -= len(samples)
 
 
@@ -150,13 +169,23 @@ def _emit(ctx: DecisionContext, update: int, group: str, entry: ReplayEntry, sam
     )
 
 
-def _is_full(ctx: DecisionContext, priority: Compensation) -> bool:
-    """Return whether the log has no room for the deferred samples of another batch."""
-    spec = ctx.spec.replay
+def _begins_extra_update(ctx: DecisionContext, update: int) -> bool:
+    """Return whether the next batch is one of deferred samples: a returned one, or the log has no room for those of
+    another batch, or its oldest ones would be beyond their bound at the update after this one."""
+    spec, log = ctx.spec.replay, ctx.state.replay
     assert spec is not None, "the priority is of a replay log"
-    return bool(priority.extra_updates) and (
-        len(ctx.state.replay.entries) + ctx.spec.batch_groups > spec.capacity_groups
-    )
+    assert isinstance(spec.made, Compensation), "only this priority has extra updates"
+    if ctx.state.replayed_groups(GroupPhase.READY):
+        return True
+    if not spec.made.extra_updates or not log.entries:
+        return False
+    after_another = len(log.entries) + ctx.spec.batch_groups
+    if after_another > ctx.spec.deferred_groups_max:
+        return True
+    if log.num_bytes / len(log.entries) * after_another > spec.capacity_bytes:
+        return True
+    oldest = next(iter(log.entries.values()))
+    return len(admissible(oldest, spec, ctx.state, update + 1)) < len(admissible(oldest, spec, ctx.state, update))
 
 
 def _ranked(ctx: DecisionContext, update: int) -> list[ReplayEntry]:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from rollmesh.services.coordinator.core import bound
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, Reward, RewardOutcome, SampleEnd, Task
 from rollmesh.services.coordinator.core.records import ReplaySpec
 from rollmesh.services.coordinator.core.replay_priorities import Member, SuccessPerTask
 from rollmesh.services.coordinator.core.state import (
@@ -28,6 +28,8 @@ DEFERRED = "DEFERRED"
 """Reason of samples that a lease leaves to an extra update, see `replay_priorities.Compensation`."""
 VANISHED = "VANISHED_ADVANTAGE"
 """Reason of groups that the replay log replaces, see `replay_priorities.Advantage`."""
+RESERVED_REASONS = (DEFERRED, VANISHED)
+"""Reasons that no finalizer may give."""
 TASKS_KEPT_MAX = 65_536
 """Number of tasks whose groups without a success are counted."""
 
@@ -35,6 +37,11 @@ TASKS_KEPT_MAX = 65_536
 def success(rewards: Iterable[Reward], name: str) -> float:
     """Return the success reward; 0 without it."""
     return next((r.value for r in rewards if r.name == name and r.outcome is RewardOutcome.OK), 0.0)
+
+
+def has_success(rewards: Iterable[Reward], name: str) -> bool:
+    """Return whether the success reward was computed."""
+    return any(r.name == name and r.outcome is RewardOutcome.OK for r in rewards)
 
 
 def members_of(group: GroupState, name: str, used: Collection[str] = ()) -> list[Member]:
@@ -62,12 +69,6 @@ def keep_trained(state: State, group: GroupState, used: Collection[str]) -> None
     _keep(state, spec, group, spec.made.kept(members, advantage), advantage)
 
 
-def keep_deferred(state: State, group: GroupState, sample_ids: tuple[str, ...]) -> None:
-    """Keep samples that a lease has deferred."""
-    if (spec := state.the_spec.replay) is not None:
-        _keep(state, spec, group, sample_ids, 0.0)
-
-
 def _keep(state: State, spec: ReplaySpec, group: GroupState, sample_ids: tuple[str, ...], advantage: float) -> None:
     if not sample_ids:
         return
@@ -79,21 +80,36 @@ def _keep(state: State, spec: ReplaySpec, group: GroupState, sample_ids: tuple[s
     entries = state.replay.entries
     if spec.made.by_task:
         samples = {name: samples[name] for name in sample_ids}
-        entries.pop(next((g for g, e in entries.items() if e.group.task.task_id == group.task.task_id), ""), None)
+        if known := next((g for g, e in entries.items() if e.group.task.task_id == group.task.task_id), ""):
+            _remove(state, known)
     wanted = {samples[name].episode for name in sample_ids}
     episodes = {name: episode for name, episode in group.episodes.items() if name in wanted}
-    kept = replace(group, purpose=Purpose.REPLAY, phase=GroupPhase.READY, samples=samples, episodes=episodes)
+    task = Task(task_id=group.task.task_id, labels=group.task.labels)
+    kept = replace(group, purpose=Purpose.REPLAY, phase=GroupPhase.READY, task=task, samples=samples, episodes=episodes)
     kept.lease_id, kept.update, kept.lost = "", 0, False
     entries[group.group] = ReplayEntry(group=kept, sample_ids=sample_ids, advantage=advantage)
-    while len(entries) > spec.capacity_groups:
-        del entries[next(iter(entries))]
+    state.replay.num_bytes += entries[group.group].num_bytes
+    while len(entries) > spec.capacity_groups or state.replay.num_bytes > spec.capacity_bytes:
+        _remove(state, next(iter(entries)), "capacity")
+
+
+def _remove(state: State, name: str, cause: str = "") -> None:
+    """Remove a group from the log. Count the `cause` if nothing has taken the place of its samples."""
+    log = state.replay
+    log.num_bytes -= log.entries.pop(name).num_bytes
+    if cause:
+        log.left[cause] = log.left.get(cause, 0) + 1
 
 
 def note_ended(state: State, fact: f.SamplesEnded) -> None:
-    """Note samples that a lease has deferred, or a group that it has found without an advantage."""
-    if fact.reason == DEFERRED:
-        keep_deferred(state, state.groups[fact.group], fact.sample_ids)
-    elif fact.reason == VANISHED:
+    """Note samples that a lease has deferred, or a group that it has found without an advantage. Finalizers of earlier
+    releases may have used the same words, so only what ends a READY group under such a priority counts."""
+    spec, group = state.the_spec.replay, state.groups[fact.group]
+    if spec is None or group.phase is not GroupPhase.READY:
+        return
+    if fact.reason == DEFERRED and spec.made.once:
+        _keep(state, spec, group, fact.sample_ids, 0.0)
+    elif fact.reason == VANISHED and spec.made.replaces:
         state.replay.vanished += 1
 
 
@@ -118,7 +134,7 @@ def prune(state: State) -> None:
     for name, entry in list(state.replay.entries.items()) if spec is not None else ():
         assert spec is not None
         if not admissible(entry, spec, state, clock.applied + 1):
-            del state.replay.entries[name]
+            _remove(state, name, "bound")
 
 
 def admissible(entry: ReplayEntry, spec: ReplaySpec, state: State, update: int) -> list[SampleState]:
@@ -157,7 +173,7 @@ def replay(state: State, fact: f.SamplesReplayed) -> None:
     log.num_groups += 1
     log.counters.reserve(len(new))
     if spec.made.once:
-        del log.entries[fact.original_group]
+        _remove(state, fact.original_group)
 
 
 def _ended(sample: SampleState) -> SampleState:

@@ -61,8 +61,17 @@ class Priority(Settings):
         return uniform
 
 
+def _check_whole(name: str, value: float) -> None:
+    """Reject a fraction. Options are numbers on the wire, without a type for whole ones."""
+    if not float(value).is_integer():
+        raise SettingError(name, f"must be a whole number, got {value:g}")
+
+
 class Fifo(Priority):
-    """The newest groups, each equally probable (DOTS, S052: a share of every batch is of recent groups)."""
+    """The newest groups, each equally probable (DOTS, S052: a share of every batch is of recent groups).
+
+    First in, first out is the order in which groups leave a full log. The choice from the log is uniform.
+    """
 
     draws: ClassVar[bool] = True
     advantage_min: NonNegativeFloat = 0.0
@@ -109,6 +118,10 @@ class SuccessPerTask(Priority):
     success_min: float = 1.0
     """Least success reward of a success."""
 
+    def check_fields(self) -> None:
+        """Raises SettingError."""
+        _check_whole("after_groups", self.after_groups)
+
     def kept(self, members: Sequence[Member], advantage: float) -> tuple[str, ...]:
         found = [member.sample_id for member in members if member.used and member.reward >= self.success_min]
         return tuple(found[-1:])
@@ -125,6 +138,10 @@ class Compensation(Priority):
     """1: train the rest in extra updates. 0: never."""
     success_min: float = 1.0
     """Least success reward of a correct sample."""
+
+    def check_fields(self) -> None:
+        """Raises SettingError."""
+        _check_whole("extra_updates", self.extra_updates)
 
     def kept(self, members: Sequence[Member], advantage: float) -> tuple[str, ...]:
         return ()

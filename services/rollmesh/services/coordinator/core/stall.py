@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from rollmesh.services.coordinator.core import batches, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
-from rollmesh.services.coordinator.core import rollouts
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.state import GroupPhase
 from rollmesh.shared.errors import RunEnded
@@ -31,7 +31,7 @@ def waits_for_tasks(ctx: DecisionContext) -> bool:
     if ctx.clock.published is None or rollouts.why_rejected(ctx):
         return False
     phases = [group.phase for group in state.groups.values()]
-    enough = phases.count(GroupPhase.READY) >= ctx.spec.fresh_groups and not ctx.ephemeral.trainers
+    enough = not ctx.ephemeral.trainers and batches.has_batch(ctx)
     return not enough and all(phase in (GroupPhase.READY, GroupPhase.APPLIED) for phase in phases)
 
 

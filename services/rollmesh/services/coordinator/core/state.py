@@ -305,12 +305,22 @@ class ReplayEntry(msgspec.Struct, kw_only=True):
     advantage: float
     """Mean absolute advantage, see `replay_priorities.Worth`."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of its payloads."""
+        return sum(episode.payload.size_bytes for episode in self.group.episodes.values())
+
 
 class ReplayLog(msgspec.Struct, kw_only=True):
     """Groups that may be trained again, and the account of the replayed samples."""
 
     entries: dict[str, ReplayEntry] = {}
     """By the name of the group, oldest first."""
+    num_bytes: int = 0
+    """Sum of the sizes of their payloads."""
+    left: dict[str, int] = {}
+    """Number of groups that left the log: `capacity`, because it was full, or `bound`, because no later update may
+    train a sample of them."""
     num_groups: int = 0
     """Number of replays; the number of the next one."""
     vanished: int = 0
@@ -463,6 +473,11 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def the_clock(self) -> PolicyClock:
         assert self.clock is not None, "a run begins with RunCreated"
         return self.clock
+
+    @property
+    def reopens(self) -> bool:
+        """Whether the run has ended, and a change of its limits reopens it: a client did not stop it."""
+        return bool(self.ended) and not self.ended.startswith("STOPPED")
 
     @property
     def submissions_done(self) -> bool:

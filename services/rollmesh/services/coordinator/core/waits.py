@@ -84,7 +84,7 @@ class _Chain:
             return self._on_trainer(f"waits for a checkpoint with update {clock.applied}, its last")
         if last:
             return [Wait("run", "waits for its last evaluation"), *self._groups()]
-        if ready >= spec.fresh_groups and not self._ctx.ephemeral.trainers:
+        if not self._ctx.ephemeral.trainers and batches.has_batch(self._ctx):
             return self._on_trainer(
                 f"waits for update {clock.applied + 1}: {count_of(ready, 'READY group')} not leased"
             )
