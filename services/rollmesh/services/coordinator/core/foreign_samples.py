@@ -4,14 +4,15 @@ A group of them waits in the state until admission has room, and is then one gro
 replays. So scores, payloads, retries and leases are those of every group. What differs is here:
 
     age at update k = (k - 1) - applied step at the submission <= max_age of the source
-    groups of a source that no batch has yet <= floor(share * batch_groups), so that rollouts always have room
-    groups of a source in a batch <= share * its amount
+    groups of a source that no batch has yet <= floor(share * fresh_groups), so that rollouts always have room
+    groups of a source in a batch <= share * its amount without what the replay log draws
 
 The counters of their samples are those of the source, see `State.foreign`. A key of a group is used once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from math import floor
 
@@ -20,6 +21,7 @@ from msgspec.structs import replace
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core import replay
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import AnswerKey, Reward, SampleEnd, SubmittedGroup
 from rollmesh.services.coordinator.core.records import UNLIMITED, ForeignSource
@@ -98,26 +100,48 @@ def accounts(state: State) -> list[m.SubmittedSamples]:
 
 
 def admissible(ctx: DecisionContext) -> Iterator[WaitingSamples]:
-    """Yield groups that may be admitted now, in order of submission. The caller reserves each before the next one.
-    Groups that are too old for the next update are dropped first."""
-    state = ctx.state
-    old = [w.group.key for w in state.foreign_waiting.values() if why_refused(ctx, w.source, w.step)]
-    if old and not (state.ended or state.stopping):
-        ctx.emit(f.SubmittedSamplesDropped(keys=tuple(old)))
-    for waiting in list(state.foreign_waiting.values()):
-        if _num_unleased(state, waiting.source) < groups_max(ctx, waiting.source):
+    """Yield groups that may be admitted now, in order of submission. The caller reserves each before the next one."""
+    room = _room(ctx)
+    for waiting in list(ctx.state.foreign_waiting.values()) if room else ():
+        if waiting.source in room:
             yield waiting
+            room[waiting.source] -= 1
+            room = +room
+            if not room:
+                return
+
+
+def any_admissible(ctx: DecisionContext) -> bool:
+    """Return whether a group that waits may be admitted now. Others wait for a batch that takes groups of their
+    source."""
+    room = _room(ctx)
+    return bool(room) and any(waiting.source in room for waiting in ctx.state.foreign_waiting.values())
+
+
+def drop_old(ctx: DecisionContext) -> None:
+    """Drop groups that wait and are too old for the next update. Only an update or a change of the bounds makes some
+    so."""
+    state, judged = ctx.state, (ctx.clock.applied, ctx.spec.foreign)
+    if state.ended or state.stopping or ctx.ephemeral.foreign_judged == judged:
+        return
+    ctx.ephemeral.foreign_judged = judged
+    if old := [w.group.key for w in state.foreign_waiting.values() if why_refused(ctx, w.source, w.step)]:
+        ctx.emit(f.SubmittedSamplesDropped(keys=tuple(old)))
 
 
 def groups_max(ctx: DecisionContext, source: str) -> int:
     """Return how many groups of a source may be ahead of their batch."""
     found = bound_of(ctx.spec.foreign, source)
-    return floor(found.share * ctx.spec.batch_groups + _ROUNDING) if found is not None else 0
+    return floor(found.share * ctx.spec.fresh_groups + _ROUNDING) if found is not None else 0
 
 
-def _num_unleased(state: State, source: str) -> int:
-    ahead = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
-    return sum(group.source == source for group in ahead)
+def _room(ctx: DecisionContext) -> Counter[str]:
+    """Return how many further groups of each source may be ahead of their batch, for those that may have some."""
+    if not ctx.state.foreign_waiting:
+        return Counter()
+    ahead = ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+    unleased = Counter(group.source for group in ahead)
+    return +Counter({s.source: groups_max(ctx, s.source) - unleased[s.source] for s in ctx.spec.foreign})
 
 
 def bound_of(sources: tuple[ForeignSource, ...], source: str) -> ForeignSource | None:
@@ -146,10 +170,12 @@ def why_refused(ctx: DecisionContext, source: str, submitted_step: int) -> str:
 
 
 class BatchShare:
-    """How much of a batch of `amount` its sources may still fill."""
+    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw."""
 
     def __init__(self, ctx: DecisionContext, amount: int) -> None:
-        self._left: dict[str, float] = {one.source: one.share * amount + _ROUNDING for one in ctx.spec.foreign}
+        replayed = ctx.spec.replay
+        fresh = amount - replay.quota(ctx, amount) if replayed is not None and replayed.made.draws else amount
+        self._left: dict[str, float] = {one.source: one.share * fresh + _ROUNDING for one in ctx.spec.foreign}
 
     def take(self, group: GroupState, size: int) -> bool:
         """Return whether the batch may have a group of this size, and count it if so."""
