@@ -87,7 +87,7 @@ async def test_payloads_of_the_share_of_the_groups_are_read_after_their_file_is_
 async def test_a_full_disk_delays_no_removal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(*_: Any) -> None:
+    def full(*_: Any, **__: Any) -> None:
         raise DiskFull("no space left on the device")
 
     monkeypatch.setattr(PayloadFiles, "keep", full)

@@ -24,7 +24,7 @@ from rollmesh.services.coordinator.archiver import Archiver, drop_unsealed
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
-from rollmesh.services.coordinator.core.fleet import Fleet, NodeState, WeightGoal
+from rollmesh.services.coordinator.core.fleet import Fleet, WeightGoal
 from rollmesh.services.coordinator.core.records import RunSpec
 from rollmesh.services.coordinator.driver import RunDriver
 from rollmesh.services.coordinator.effects import Effects, Outside
@@ -333,7 +333,8 @@ class Runs:
             clock=self._clock,
             limits=self._config.run,
             position=recovered.snapshot_position,
-            archiver=Archiver(driver, streams.ledger, self._config.archive, self._reads_archives, at=self._at),
+            archiver=Archiver(driver, streams.ledger, self._config.archive, self._is_current, at=self._at),
+            may_link=self._is_current,
         )
         led = _Led(driver, keeper, self._clock.monotonic_s())
         led.spawn(keeper.run, "housekeeping")
@@ -375,9 +376,10 @@ class Runs:
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
 
-    def _reads_archives(self) -> bool:
-        """Return whether every node reads archive segments. A node of the release before may read the ledger."""
-        return all(node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD)
+    def _is_current(self) -> bool:
+        """Return whether every node has the coordinator's protocol. One of the release before may read the ledger, and
+        does not know archive segments and other names of payload files."""
+        return self._fleet.knows(PROTOCOL)
 
     def _lose(self, driver: RunDriver, error: Internal) -> None:
         led = self._led.pop(driver.run, None)

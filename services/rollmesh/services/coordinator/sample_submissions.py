@@ -37,7 +37,8 @@ _KEY_FORM = "have 1 to 256 characters of A-Z a-z 0-9 _ . : / -"
 
 def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokenizer_digest: str) -> None:
     """Check a request, except for scorers, tools and oracles of its tasks. `tokenizer_digest` is that of the run; empty
-    if it is not known. Raises PayloadTooLarge for a size, TokenizerMismatch for tokens of another tokenizer."""
+    if it is not known, and then no episode may have token ids. Raises PayloadTooLarge for a size, TokenizerMismatch for
+    tokens of another tokenizer."""
     validation.check_run(request.run)
     num = len(request.episodes)
     if not 1 <= num <= SUBMIT_MAX:
@@ -119,10 +120,13 @@ def _check_keys(request: run_pb2.SubmitSamplesRequest) -> None:
 
 
 def _check_tokenizer(given: str, known: str) -> None:
+    if not known:
+        must = "have no token ids, because the coordinator does not know the tokenizer of the run"
+        raise field_error("episodes", must, Phrase("token ids"), "submit the episodes as text")
     if not given:
         must = "be set, because episodes have token ids: the SHA-256 of the tokenizer.json that made them"
         raise field_error("tokenizer_digest", must, None, "or submit the episodes as text")
-    if known and given != known:
+    if given != known:
         raise TokenizerMismatch(
             f"`tokenizer_digest` is {given[:64]!r}, and that of the run is {known!r}: the token ids mean other text; "
             "submit the episodes as text, without token ids",
