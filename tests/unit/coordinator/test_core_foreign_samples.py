@@ -30,7 +30,7 @@ from rollmesh.services.coordinator.core.records import ForeignSource, ReplaySpec
 from rollmesh.services.coordinator.core.state import SourceAccount
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.config.settings import SettingError
-from rollmesh.shared.errors import BeyondBound, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
+from rollmesh.shared.errors import BeyondBound, InvalidInput, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
 
 from .core_run import NAMES, CoreRun
 
@@ -297,9 +297,15 @@ def test_a_roll_back_moves_the_lost_samples_in_their_account() -> None:
 
 def test_quotas_and_the_end_of_the_run() -> None:
     run = begun()
-    with pytest.raises(SampleQuota, match="waiting_max") as caught:
+    with pytest.raises(SampleQuota, match="never wait for admission together") as caught:
         submit(run, *(group(f"k{n}") for n in range(11)))
+    assert not caught.value.retryable
+    assert caught.value.metadata["groups_per_call"] == "10"
+    submit(run, *(group(f"k{n}") for n in range(6)))
+    with pytest.raises(SampleQuota, match="waiting_max") as caught:
+        submit(run, *(group(f"l{n}") for n in range(5)))
     assert caught.value.retry_after_s
+    run = begun()
     small = i.SampleLimits(groups_max=1, waiting_max=10, waiting_bytes_max=10_000)
     submit(run, group("a"), limits=small)
     with pytest.raises(SampleQuota, match="groups_max") as caught:
@@ -387,8 +393,20 @@ def test_a_decision_judges_waiting_groups_only_after_an_update(monkeypatch: pyte
     run = begun(max_staleness=0, group_size=1)
     submit(run, *(group(f"k{n}") for n in range(9)))
     judged = []
-    monkeypatch.setattr(foreign_samples, "why_refused", lambda ctx, source, step: judged.append(step) or "")
+
+    def young(ctx: object, source: str, step: int) -> str:
+        judged.append(step)
+        return ""
+
+    monkeypatch.setattr(foreign_samples, "why_refused", young)
     roll(run, 8)
     assert judged == []
     train(run, 1)
     assert len(judged) == 8
+
+
+def test_a_group_larger_than_one_of_rollouts_can_become_is_rejected() -> None:
+    run = begun()
+    with pytest.raises(InvalidInput, match=r"at most 8 per group, 4 \* run\.group_size, got 9 in group a"):
+        submit(run, group("a", num=9))
+    assert submit(run, group("a", num=8)).num_added == 1

@@ -60,6 +60,7 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
         raise field_error("provenance.step", "be >= 0", request.provenance.step)
     validation.check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
     _check_keys(request)
+    _check_recorded(request)
     for index, episode in enumerate(request.episodes):
         _check_episode(episode, request.source, _place(index, episode))
     if any(_has_tokens(episode) for episode in request.episodes):
@@ -117,6 +118,21 @@ def _check_keys(request: run_pb2.SubmitSamplesRequest) -> None:
         seen.add((key.group, key.episode))
     if unused := tasks - set(by_group.values()):
         raise field_error("tasks", "be tasks of the episodes", min(unused))
+
+
+def _check_recorded(request: run_pb2.SubmitSamplesRequest) -> None:
+    """Check the size of the ledger record of the call: each of its groups has its task."""
+    tasks = {task.task_id: task.ByteSize() for task in request.tasks}
+    of_groups = {episode.key.group: tasks[episode.key.task] for episode in request.episodes}
+    size = sum(of_groups.values()) + sum(one.ByteSize() for one in (*request.episodes, *request.answer_keys))
+    if size > validation.SUBMIT_BYTES_MAX:
+        raise PayloadTooLarge(
+            f"the episodes and answer keys of a call of SubmitSamples, with the task of each group, must have at most "
+            f"{validation.SUBMIT_BYTES_MAX} bytes, got {size} with {len(of_groups)} groups; submit them in several "
+            "calls",
+            bytes=size,
+            bytes_max=validation.SUBMIT_BYTES_MAX,
+        )
 
 
 def _check_tokenizer(given: str, known: str) -> None:
@@ -200,7 +216,8 @@ def _check_text(episode: types_pb2.Episode, field: str) -> None:
                 raise field_error(f"{at}.{name}", "be absent without token ids", Phrase("values"))
         if segment.role != (OBSERVATION if index % 2 else ACTION):
             must = "alternate in an episode without token ids: ACTION, then OBSERVATION, ..., ACTION"
-            raise field_error(f"{at}.role", must, types_pb2.SegmentRole.Name(segment.role))
+            known = segment.role in types_pb2.SegmentRole.values()
+            raise field_error(f"{at}.role", must, types_pb2.SegmentRole.Name(segment.role) if known else segment.role)
     if len(episode.segments) % 2 == 0:
         raise field_error(f"{field}.segments", "end with an ACTION", Phrase("an OBSERVATION"))
     _check_trains(episode, field)

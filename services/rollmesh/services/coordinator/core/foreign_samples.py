@@ -24,7 +24,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core import replay
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import AnswerKey, Reward, SampleEnd, SubmittedGroup
-from rollmesh.services.coordinator.core.records import UNLIMITED, ForeignSource
+from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, UNLIMITED, ForeignSource
 from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
@@ -36,7 +36,7 @@ from rollmesh.services.coordinator.core.state import (
     samples_digest,
 )
 from rollmesh.services.coordinator.core.submissions import with_reference
-from rollmesh.shared.errors import RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
+from rollmesh.shared.errors import Phrase, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted, field_error
 
 BEYOND_AGE = "BEYOND_AGE"
 """Reason of samples that are older than the bound of their source."""
@@ -62,6 +62,7 @@ def submit(ctx: DecisionContext, request: i.SubmitSamples) -> None:
     new = [group for group in request.groups if not _is_known(state, group, source, keys.get(group.task.task_id))]
     if new:
         _check_open(ctx)
+        _check_sizes(ctx, new)
         tasks = {group.task.task_id for group in new}
         with_key = tuple(key for key in request.answer_keys if key.task_id in tasks)
         _check_quota(state, new, with_key, request.limits)
@@ -141,7 +142,8 @@ def _room(ctx: DecisionContext) -> Counter[str]:
         return Counter()
     ahead = ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
     unleased = Counter(group.source for group in ahead)
-    return +Counter({s.source: groups_max(ctx, s.source) - unleased[s.source] for s in ctx.spec.foreign})
+    room: Counter[str] = Counter({s.source: groups_max(ctx, s.source) - unleased[s.source] for s in ctx.spec.foreign})
+    return +room
 
 
 def bound_of(sources: tuple[ForeignSource, ...], source: str) -> ForeignSource | None:
@@ -229,6 +231,17 @@ def _check_open(ctx: DecisionContext) -> None:
         raise RunEnded(f"run {ctx.spec.run} has ended: {state.ended or state.stopping}; it takes no further samples")
 
 
+def _check_sizes(ctx: DecisionContext, new: list[SubmittedGroup]) -> None:
+    """Check that the groups are not larger than one of rollouts can become, so that a batch of them fits into its
+    reply."""
+    most = EXTEND_FACTOR_MAX * ctx.spec.group_size
+    for group in new:
+        if len(group.episodes) > most:
+            must = f"be at most {most} per group, {EXTEND_FACTOR_MAX} * run.group_size"
+            got = Phrase(f"{len(group.episodes)} in group {group.key[:100]}")
+            raise field_error("episodes", must, got, "divide the group, or submit fewer of its episodes")
+
+
 def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey, ...], limits: i.SampleLimits) -> None:
     of_call = sum(map(samples_bytes, new)) + sum(map(key_bytes, keys))
     if of_call > limits.ledger_bytes_left:
@@ -244,6 +257,15 @@ def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey,
             f"(`coordinator.run.samples.groups_max`), and with this call it would have {num}; create another run, or "
             "raise the limit",
             groups_max=limits.groups_max,
+        )
+    if len(new) > limits.waiting_max or of_call > limits.waiting_bytes_max:
+        raise SampleQuota(
+            f"{len(new)} groups of submitted samples with {of_call} bytes can never wait for admission together, "
+            f"because at most {limits.waiting_max} with {limits.waiting_bytes_max} bytes may "
+            "(`coordinator.run.samples.waiting_max`, `waiting_bytes_max`); submit at most that many per call, or raise "
+            "the limits",
+            groups_per_call=limits.waiting_max,
+            bytes_per_call=limits.waiting_bytes_max,
         )
     waiting, num_bytes = len(state.foreign_waiting) + len(new), state.foreign_waiting_bytes + of_call
     if waiting > limits.waiting_max or num_bytes > limits.waiting_bytes_max:
