@@ -67,7 +67,7 @@ class FinishedGroup:
 
 
 class FinishedGroups:
-    """A fold of the ledger of a run. Groups that replay samples of others are omitted, so that nothing goes in
+    """A fold of the ledger of a run. Groups of submitted samples are omitted, so that nothing goes in
     circles."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Check a request of SubmitSamples on arrival, and take it apart into groups for the core.
 
 Each check raises InvalidInput with the episode and the field, what it must be, and what it is. The codec of payloads
-checks the arrays. The stored episodes have only what a worker replays: segments and sampling parameters.
+checks the arrays. The stored episodes have only what a worker needs: segments and sampling parameters.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _has_tokens(episode: types_pb2.Episode) -> bool:
 
 
 def _stored(episode: types_pb2.Episode) -> types_pb2.Episode:
-    """Return what a worker replays. The index of sampling parameters means something only if there are some."""
+    """Return what a worker needs. The index of sampling parameters means something only if there are some."""
     stored = types_pb2.Episode(segments=episode.segments, sampling_params=episode.sampling_params)
     for segment in stored.segments:
         if not stored.sampling_params:

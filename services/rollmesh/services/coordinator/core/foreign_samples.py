@@ -1,7 +1,7 @@
 """Decide on finished samples of other sources that clients submit (SubmitSamples): rollouts of peers, given solutions.
 
 A group of them waits in the state until admission has room, and is then one group of the run whose episodes a worker
-replays. So scores, payloads, retries and leases are those of every group. What differs is here:
+takes as given. So scores, payloads, retries and leases are those of every group. What differs is here:
 
     age at update k = (k - 1) - applied step at the submission <= max_age of the source
     groups of a source that no batch has yet <= floor(share * fresh_groups), so that rollouts always have room
@@ -200,14 +200,14 @@ def is_without_signal(ctx: DecisionContext, group: GroupState, adjusted: Mapping
 
 
 def why_invalid(group: GroupState, sample: f.SampleMeta) -> str:
-    """Return what in the metadata of a replayed sample contradicts its source; empty if nothing does. A worker of an
+    """Return what in the metadata of a given sample contradicts its source; empty if nothing does. A worker of an
     older release runs an agent instead."""
     if not group.source:
         return ""
     others = [span.source.name.lower() for span in sample.external if span.source.name.lower() != group.source]
     if sample.steps or others:
         got = others[0] if others else "policy"
-        return f"it replays submitted samples, so all trained tokens must be of source {group.source}, got {got}"
+        return f"its samples are submitted ones, so all trained tokens must be of source {group.source}, got {got}"
     return ""
 
 

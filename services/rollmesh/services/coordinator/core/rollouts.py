@@ -105,7 +105,7 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
 
 
 def _given(group: GroupState, episode_id: str) -> bytes:
-    """Return the submitted episode that an episode replays; empty for a rollout."""
+    """Return the submitted episode that a worker is given for an episode; empty for a rollout."""
     return group.given[episode_index(episode_id)] if group.given else b""
 
 

@@ -134,7 +134,7 @@ class GroupState(msgspec.Struct, kw_only=True):
     lost: bool = False
     """Whether the end of the run or a roll-back ended one of its episodes or samples."""
     submitted_key: str = ""
-    """Key of the submitted samples that it replays; empty for a rollout."""
+    """Key of the submitted samples that are its episodes; empty for a rollout."""
     source: str = ""
     """Their source, in lower case."""
     submitted_step: int = 0

@@ -1,4 +1,4 @@
-"""Replay a finished episode of another source in place of an agent: what a client submitted with SubmitSamples.
+"""Give a finished episode of another source in place of an agent: what a client submitted with SubmitSamples.
 
 An episode with token ids is appended as it is. The messages of one without are encoded by the chat template of this
 model, turn by turn, as the environment encodes those of a rollout. Tags of content in a turn, such as <think> and those
