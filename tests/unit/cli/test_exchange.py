@@ -18,7 +18,7 @@ from rollmesh.v1 import types_pb2
 
 
 class Target:
-    """A run that answers as it is told."""
+    """A run that gives these answers, one per call."""
 
     def __init__(self, *answers: MeshError | None) -> None:
         self._answers = list(answers)
