@@ -36,7 +36,8 @@ from rollmesh.shared.domain.trajectory import (
 from rollmesh.v1 import types_pb2
 
 _log = logging.getLogger(__name__)
-THINKING = ("<think>", "</think>")
+CONTENT = ("<think>", "</think>", "<answer>", "</answer>")
+"""Tags of thoughts and answers, which a model may have as special tokens."""
 
 
 class GivenAgent(Agent):
@@ -148,11 +149,11 @@ def _text_of(env: Environment, segment: Segment) -> Message:
 
 
 def content_tags(env: Environment) -> list[str]:
-    """Return the tags that a turn may have as single tokens: those that are not special tokens, and those of thoughts
-    and tool calls. No tag that ends a turn is one."""
+    """Return the tags that a turn may have as single tokens: those that are not special tokens, and those of
+    thoughts, answers and tool calls. No tag that ends a turn is one."""
     tags, ends = env.tags, env.format.turn_ends
     calls = [tag for tag in (env.format.tool_call_start, env.format.tool_call_end) if tag]
-    content = [tag for tag, special in tags.items() if not special or tag in THINKING]
+    content = [tag for tag, special in tags.items() if not special or tag in CONTENT]
     return [tag for tag in dict.fromkeys([*calls, *content]) if tag not in ends]
 
 
