@@ -20,6 +20,14 @@ const stub = new RunService(address, grpc.credentials.createInsecure());
 const metadata = new grpc.Metadata();
 metadata.set('authorization', `Bearer ${(await readFile(tokenFile, 'utf8')).trim()}`);
 
+/** Return whether an error can pass. A quota can if the details of the status have a RetryInfo. */
+function passes(err) {
+  if (err.code !== grpc.status.RESOURCE_EXHAUSTED) {
+    return [grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED].includes(err.code);
+  }
+  return err.metadata.get('grpc-status-details-bin').some((details) => details.includes('google.rpc.RetryInfo'));
+}
+
 /** A call is idempotent by the keys of its groups, so it is repeated after every error that can pass. */
 async function submit(request) {
   for (let tries = 1; ; tries += 1) {
@@ -29,8 +37,7 @@ async function submit(request) {
         stub.SubmitSamples(request, metadata, limit, (err, reply) => (err ? reject(err) : resolve(reply)));
       });
     } catch (err) {
-      const passes = [grpc.status.UNAVAILABLE, grpc.status.DEADLINE_EXCEEDED, grpc.status.RESOURCE_EXHAUSTED];
-      if (!passes.includes(err.code) || tries === TRIES_MAX) throw err;
+      if (!passes(err) || tries === TRIES_MAX) throw err;
       await new Promise((resolve) => setTimeout(resolve, 1000));
     }
   }

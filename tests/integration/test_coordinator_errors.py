@@ -594,6 +594,72 @@ async def submitting_more_than_may_wait(mesh: MeshParts) -> None:
         await submit(mesh, *(f"t{call}.{number}" for number in range(1001)))
 
 
+# SubmitSamples --------------------------------------------------------------------------------------------------------
+
+
+PEER = types_pb2.SEGMENT_SOURCE_PEER
+ACCEPTS_PEERS: dict[str, Any] = {
+    "external_sources": ["peer"],
+    "foreign": [events_pb2.ForeignSource(source="peer", max_age="unlimited", share=1.0)],
+}
+
+
+async def give(mesh: MeshParts, *groups: str, said: str = "2", **fields: Any) -> None:
+    """Submit a group of one episode for each name."""
+    task = types_pb2.Task(task_id="t", messages=[types_pb2.Message(role="user", content="1+1?")])
+    action = types_pb2.Segment(
+        parent=-1, role=types_pb2.SEGMENT_ROLE_ACTION, source=PEER, messages=[types_pb2.Message(content=said)]
+    )
+    keys = [types_pb2.EpisodeKey(task="t", group=group, episode="e") for group in groups]
+    episodes = [types_pb2.Episode(key=key, segments=[action]) for key in keys]
+    request = pb.SubmitSamplesRequest(run=mesh.name, episodes=episodes, tasks=[task], source=PEER, **fields)
+    await mesh.call(mesh.run.SubmitSamples, request)
+
+
+@brings("SubmitSamples", "NOT_FOUND", "UNKNOWN_RUN")
+async def giving_samples_to_nothing(mesh: MeshParts) -> None:
+    await give(mesh, "k")
+
+
+@brings("SubmitSamples", "INVALID_ARGUMENT", "")
+async def giving_no_samples(mesh: MeshParts) -> None:
+    await mesh.begin(**ACCEPTS_PEERS)
+    await give(mesh)
+
+
+@brings("SubmitSamples", "ALREADY_EXISTS", "SAMPLE_CONFLICT")
+async def giving_other_samples(mesh: MeshParts) -> None:
+    await mesh.begin(**ACCEPTS_PEERS)
+    await give(mesh, "k")
+    await give(mesh, "k", said="3")
+
+
+@brings("SubmitSamples", "FAILED_PRECONDITION", "SAMPLES_NOT_ACCEPTED")
+async def giving_samples_without_a_bound(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await give(mesh, "k")
+
+
+@brings("SubmitSamples", "OUT_OF_RANGE", "RUN_ENDED")
+async def giving_samples_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin(**ACCEPTS_PEERS)
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await give(mesh, "k")
+
+
+@brings("SubmitSamples", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE")
+async def giving_long_samples(mesh: MeshParts) -> None:
+    await mesh.begin(**ACCEPTS_PEERS)
+    await give(mesh, "k", said="x" * (2 * MIB + 1))
+
+
+@brings("SubmitSamples", "RESOURCE_EXHAUSTED", "SAMPLE_QUOTA")
+async def giving_more_than_may_wait(mesh: MeshParts) -> None:
+    await mesh.begin(**ACCEPTS_PEERS)
+    for call in range(5):
+        await give(mesh, *(f"k{call}.{number}" for number in range(1024)))
+
+
 ELSEWHERE = {
     ("CreateRun", "FAILED_PRECONDITION", "MESH_BUSY"): "test_cli_up: it takes inference nodes",
     ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
@@ -602,6 +668,8 @@ ELSEWHERE = {
     ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
     ("LeaseBatch", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"): "test_reply_sizes",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
+    ("SubmitSamples", "FAILED_PRECONDITION", "TOKENIZER_MISMATCH"): "test_submitted_samples",
+    ("SubmitSamples", "UNAVAILABLE", "NOT_READY"): "test_sample_checks",
     ("SubmitTasks", "UNAVAILABLE", "NOT_READY"): "test_submitted_tasks",
 }
 """Promised errors that other tests bring about."""

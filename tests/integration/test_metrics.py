@@ -105,6 +105,7 @@ def _assert_complete(series: Series, services: list[str]) -> None:
     seen = {name.removesuffix("_bucket") for name in series}
     absent = {
         "rollmesh_coordinator_heldout_success_ratio",
+        "rollmesh_coordinator_submitted_tasks",
         "rollmesh_data_dropped_records_total",
         "rollmesh_data_source_share_ratio",
         "rollmesh_rollout_failures_total",
@@ -124,10 +125,9 @@ def _assert_complete(series: Series, services: list[str]) -> None:
         "rollmesh_gateway_page_",
     )  # no endpoints, no programs, no browser
     absent |= {metric.name for metric in catalog() if metric.name.startswith(unused)}
-    assert (
-        {metric.name for metric in catalog()} - seen == absent
-    )  # none failed; the fake trainer has no importance weights; no profile has egress; the fake sandbox starts nothing; the tasks
-    # are neither a mixture nor read from a file
+    assert {metric.name for metric in catalog()} - seen == absent
+    # No attempt failed, and no client submits tasks. The fake trainer has no importance weights. No profile has egress,
+    # and the fake sandbox starts nothing. The tasks are neither a mixture nor read from a file.
     _assert_fixed_values(series)
     nodes = {dict(labels).get("node", "") for of_name in series.values() for labels in of_name}
     assert nodes == set(services)

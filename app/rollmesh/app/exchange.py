@@ -28,7 +28,15 @@ from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import Clock, SystemClock
 from rollmesh.shared.domain.ledger_head import record_hash
-from rollmesh.shared.errors import InvalidInput, MeshError, RunEnded, SampleConflict, UnknownRun
+from rollmesh.shared.errors import (
+    InvalidInput,
+    MeshError,
+    PayloadTooLarge,
+    RunEnded,
+    SampleConflict,
+    SampleQuota,
+    UnknownRun,
+)
 from rollmesh.shared.net.retry import Backoff, RetryConfig, worth_retrying
 from rollmesh.v1 import events_pb2, types_pb2
 
@@ -39,6 +47,9 @@ POLL_S = 1.0
 """Pause between reads of the ledger."""
 HASH_CHARS = 8
 """Characters of the hash of the first record in a key. They distinguish ledgers of runs with the same name."""
+
+REJECTIONS_MAX = 8
+"""Number of groups that the other mesh may reject in a row. Then none of them can be right."""
 
 
 class ExchangeSummary(msgspec.Struct, kw_only=True):
@@ -84,6 +95,8 @@ class Exchange:
         self._next = 1
         """Ledger position of the next record."""
         self._pending: list[FinishedGroup] = []
+        self._rejections = 0
+        """Groups that were rejected since one was accepted."""
         self._free_at_s = 0.0
         self._progress_at_s = 0.0
 
@@ -110,6 +123,8 @@ class Exchange:
                 except MeshError as error:
                     if self._progress_at_s > before:
                         backoff.reset()
+                    if isinstance(error, SampleQuota):  # the other mesh is there, and its queue is full
+                        self._progress_at_s = self.clock.monotonic_s()
                     waits = worth_retrying(error) or isinstance(error, _NOT_YET)
                     if not waits or self._stands_s() > self.retry.retry_s:
                         raise
@@ -169,15 +184,22 @@ class Exchange:
             )
         except SampleConflict:  # given before, by a release or with a selection that wrote it otherwise
             pass
-        except InvalidInput as error:
-            if not summary.shared:
+        except (InvalidInput, PayloadTooLarge, SampleQuota) as error:
+            self._rejections += 1
+            if not _is_of_group(error) or self._rejections >= REJECTIONS_MAX:
                 raise
             summary.rejected += 1
             _log.warning("group rejected: run=%s group=%s error=%s", self.run, group.group, error.message)
             return
+        self._rejections = 0
         summary.shared += 1
         self._progress_at_s = self.clock.monotonic_s()
         self.on_change(summary)
+
+
+def _is_of_group(error: MeshError) -> bool:
+    """Return whether another group may be accepted: a quota must be one that this group alone exceeds."""
+    return not isinstance(error, SampleQuota) or "groups_per_call" in error.metadata
 
 
 @asynccontextmanager

@@ -13,7 +13,7 @@ from statistics import fmean, pvariance
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, RewardOutcome
+from rollmesh.services.coordinator.core.facts import GroupDecision, Purpose, RewardOutcome, SampleEnd
 from rollmesh.services.coordinator.core.state import SUBMITTED_SCHEME
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.bus import StreamLog, UnknownRecord
@@ -58,6 +58,8 @@ class FinishedGroup:
     group: str
     task: f.Task
     answer_key: f.AnswerKey | None
+    num_open: int = 0
+    """Episodes that have not ended without a sample."""
     payloads: dict[str, int] = field(default_factory=dict)
     """Sequences of the payloads of its scored episodes."""
     rewards: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -65,7 +67,7 @@ class FinishedGroup:
 
 
 class FinishedGroups:
-    """A fold of the ledger of a run. Groups that replay samples of others are omitted, so that nothing goes in
+    """A fold of the ledger of a run. Groups of submitted samples are omitted, so that nothing goes in
     circles."""
 
     def __init__(self) -> None:
@@ -91,11 +93,22 @@ class FinishedGroups:
                     self._keys |= {f"{place}/{key.task_id}": key for key in fact.answer_keys}
                 case f.GroupReserved() if fact.purpose is not Purpose.EVAL and not fact.submitted_key:
                     key = self._keys.get(fact.task.oracle_ref)
-                    self._open[fact.group] = FinishedGroup(fact.group, fact.task, key)
+                    if key is not None or not fact.task.oracle_ref.startswith(f"{SUBMITTED_SCHEME}:"):
+                        made = FinishedGroup(fact.group, fact.task, key, num_open=fact.num_episodes)
+                        self._open[fact.group] = made
+                case f.EpisodesAdded() if fact.group in self._open:
+                    self._open[fact.group].num_open += fact.num_episodes
                 case f.EpisodeScored() if fact.group in self._open:
                     self._open[fact.group].payloads[fact.episode] = fact.payload.sequence
+                    if not fact.samples:
+                        self._end_episode(fact.group)
+                case f.EpisodeEnded() if fact.group in self._open:
+                    self._end_episode(fact.group)
+                case f.SamplesEnded() if fact.end is SampleEnd.CANCELLED:
+                    self._close(fact.group)
                 case f.GroupFinalized() if fact.decision is not GroupDecision.EXTEND and fact.group in self._open:
-                    group = self._open.pop(fact.group)
+                    group = self._close(fact.group)
+                    assert group is not None, "the guard found it"
                     group.rewards = {member.sample_id: _whole(member.rewards) for member in fact.members}
                     yield group
                 case f.RunEnded():
@@ -103,6 +116,20 @@ class FinishedGroups:
                     self._open.clear()
                 case _:
                     pass
+
+    def _end_episode(self, group: str) -> None:
+        """Note an episode without samples. A group of only such ones ends without a decision."""
+        self._open[group].num_open -= 1
+        if not self._open[group].num_open:
+            self._close(group)
+
+    def _close(self, group: str) -> FinishedGroup | None:
+        """Forget a group, and the answer key of its task, which is drawn once. A dead letter that is replayed later is
+        not shared."""
+        found = self._open.pop(group, None)
+        if found is not None:
+            self._keys.pop(found.task.oracle_ref, None)
+        return found
 
 
 def _whole(rewards: Sequence[f.Reward]) -> dict[str, float]:

@@ -9,6 +9,7 @@ The process of the coordinator writes both from the `ProcessInfo` that the nodes
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -44,13 +45,15 @@ async def keep_joined(
 ) -> None:
     """Write both files whenever they change, until cancelled."""
     clock = clock or SystemClock()
+    writing: asyncio.Task[None] | None = None
     try:
         while True:
-            found = list(nodes())
-            _write(run_dir / METRICS, _targets(found, run_dir))
-            _write(run_dir / TRACES, msgspec.to_builtins(_folders(found, run_dir)))
+            writing = asyncio.create_task(asyncio.to_thread(_write_both, list(nodes()), run_dir))
+            await asyncio.shield(writing)
             await clock.sleep(LOOK_S)
     finally:
+        if writing is not None:
+            await writing  # else it could write after the removal
         for folder in (METRICS, TRACES):
             (run_dir / folder / FILE).unlink(missing_ok=True)
 
@@ -86,6 +89,11 @@ def _folders(nodes: Sequence[coordinator_pb2.FleetNode], run_dir: Path) -> list[
         for node in nodes
         if node.process.traces_folder and node.process.traces_folder != own
     ]
+
+
+def _write_both(nodes: Sequence[coordinator_pb2.FleetNode], run_dir: Path) -> None:
+    _write(run_dir / METRICS, _targets(nodes, run_dir))
+    _write(run_dir / TRACES, msgspec.to_builtins(_folders(nodes, run_dir)))
 
 
 def _write(folder: Path, entries: list[Any]) -> None:

@@ -10,6 +10,7 @@ from before its start.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -124,8 +125,8 @@ async def answer_requests(run_dir: Path, scale: Callable[[CountsConfig], Awaitab
             answer = await scale(request.counts)
         except (MeshError, OSError) as error:
             answer = ScaleAnswer(id="", error=str(error))
-        _write(run_dir / ANSWER, msgspec.structs.replace(answer, id=request.id))
-        (run_dir / REQUEST).unlink(missing_ok=True)
+        (run_dir / REQUEST).unlink(missing_ok=True)  # before the answer, after which another request may come
+        await asyncio.to_thread(_write, run_dir / ANSWER, msgspec.structs.replace(answer, id=request.id))
 
 
 def _read(path: Path, type_: type[T]) -> T | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Self
 from rollmesh.client.calls import GatewayCalls, RunCalls
 from rollmesh.client.trainer import Attachment, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import NotReady, TaskQuota, field_error
+from rollmesh.shared.errors import NotReady, SampleQuota, TaskQuota, field_error
 from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
@@ -155,10 +155,8 @@ class Run(RunCalls):
         retries. Raises `InvalidInput` (the message names the task and the field), `TaskConflict`, `TasksNotAccepted`,
         `TaskQuota`, `PayloadTooLarge`.
         """
-        given = list(answer_keys)
-        keys = {key.task_id: key for key in given}
-        if twice := [name for name, num in Counter(key.task_id for key in given).items() if num > 1]:
-            raise field_error("answer_keys.task_id", "be different in each key", twice[0])
+        tasks = list(tasks)
+        keys = _keys_by_task(answer_keys, {task.task_id for task in tasks})
         parts = [run_pb2.SubmitTasksRequest(run=self.name)]
         num_bytes = 0
         for task in tasks:
@@ -171,8 +169,6 @@ class Run(RunCalls):
             parts[-1].tasks.append(task)
             if key is not None:
                 parts[-1].answer_keys.append(key)
-        if keys:
-            raise field_error("answer_keys.task_id", "name one of the tasks", next(iter(keys)))
         parts[-1].finish = finish
         reply = run_pb2.SubmitTasksResponse()
         for part in parts:
@@ -198,35 +194,46 @@ class Run(RunCalls):
         of retries. Raises `InvalidInput` (the message names the episode and the field), `SampleConflict`,
         `SamplesNotAccepted`, `TokenizerMismatch`, `SampleQuota`, `PayloadTooLarge`.
         """
-        known, keys = {task.task_id: task for task in tasks}, {key.task_id: key for key in answer_keys}
+        given = list(tasks)
+        _check_different("tasks.task_id", [task.task_id for task in given])
+        known = {task.task_id: task for task in given}
+        keys = _keys_by_task(answer_keys, known)
         groups: dict[str, list[types_pb2.Episode]] = {}
+        unused = set(known)
         for episode in episodes:
             groups.setdefault(episode.key.group, []).append(episode)
+            unused.discard(episode.key.task)
+        if unused:
+            raise field_error("tasks", "be tasks of the episodes", min(unused))
 
-        def request() -> run_pb2.SubmitSamplesRequest:
+        def request(of: list[list[types_pb2.Episode]]) -> run_pb2.SubmitSamplesRequest:
+            names = dict.fromkeys(group[0].key.task for group in of)
             return run_pb2.SubmitSamplesRequest(
-                run=self.name, source=source, tokenizer_digest=tokenizer_digest, provenance=provenance
+                run=self.name,
+                source=source,
+                tokenizer_digest=tokenizer_digest,
+                provenance=provenance,
+                episodes=[episode for group in of for episode in group],
+                tasks=[known[name] for name in names if name in known],
+                answer_keys=[keys[name] for name in names if name in keys],
             )
 
-        parts: list[run_pb2.SubmitSamplesRequest] = []
-        num_bytes = 0
-        for of_group in groups.values():
-            task = known.get(of_group[0].key.task)
-            size = sum(one.ByteSize() for one in of_group) + (task.ByteSize() if task is not None else 0)
-            num = len(parts[-1].episodes) + len(of_group) if parts else 0
-            if not parts or num_bytes + size > SUBMIT_BYTES or num > SUBMIT_EPISODES:
-                parts.append(request())
-                num_bytes = 0
-            num_bytes += size
-            part = parts[-1]
-            part.episodes.extend(of_group)
-            if task is not None and task.task_id not in {one.task_id for one in part.tasks}:
-                part.tasks.append(task)
-                if task.task_id in keys:
-                    part.answer_keys.append(keys[task.task_id])
+        async def submit(of: list[list[types_pb2.Episode]]) -> run_pb2.SubmitSamplesResponse:
+            """Submit groups, by halves if the mesh has a smaller quota for a call."""
+            try:
+                reply: run_pb2.SubmitSamplesResponse = await self.ask("SubmitSamples", request(of))
+            except SampleQuota as error:
+                if "groups_per_call" not in error.metadata or len(of) < 2:
+                    raise
+            else:
+                return reply
+            half = len(of) // 2
+            await submit(of[:half])
+            return await submit(of[half:])
+
         reply = run_pb2.SubmitSamplesResponse()
-        for part in parts or [request()]:
-            reply = await self.ask("SubmitSamples", part)
+        for part in _calls_of(groups.values(), known, keys) or [[]]:
+            reply = await submit(part)
         return reply.submitted
 
     async def _submit(self, part: run_pb2.SubmitTasksRequest) -> run_pb2.SubmitTasksResponse:
@@ -271,3 +278,41 @@ class Run(RunCalls):
         """Stop the run. The coordinator does not admit new groups and sends trainers the command to stop."""
         request = run_pb2.StopRunRequest(run=self.name, reason=reason)
         await self.ask("StopRun", request)
+
+
+def _keys_by_task(answer_keys: Iterable[types_pb2.AnswerKey], names: Collection[str]) -> dict[str, types_pb2.AnswerKey]:
+    """Return answer keys by task. Raises InvalidInput for two keys of a task, and for a key of none of `names`."""
+    given = list(answer_keys)
+    _check_different("answer_keys.task_id", [key.task_id for key in given])
+    if unknown := [key.task_id for key in given if key.task_id not in names]:
+        raise field_error("answer_keys.task_id", "name one of the tasks", unknown[0])
+    return {key.task_id: key for key in given}
+
+
+def _check_different(field: str, names: Iterable[str]) -> None:
+    if twice := [name for name, num in Counter(names).items() if num > 1]:
+        raise field_error(field, "be different in each entry", twice[0])
+
+
+def _calls_of(
+    groups: Iterable[list[types_pb2.Episode]],
+    tasks: Mapping[str, types_pb2.Task],
+    keys: Mapping[str, types_pb2.AnswerKey],
+) -> list[list[list[types_pb2.Episode]]]:
+    """Divide groups into calls. The ledger has the task of each group, and an answer key once per call."""
+    calls: list[list[list[types_pb2.Episode]]] = []
+    num_bytes = num = 0
+    with_key: set[str] = set()
+    for group in groups:
+        name = group[0].key.task
+        of_key = keys[name].ByteSize() if name in keys else 0
+        size = sum(one.ByteSize() for one in group) + (tasks[name].ByteSize() if name in tasks else 0)
+        total = num_bytes + size + (0 if name in with_key else of_key)
+        if not calls or total > SUBMIT_BYTES or num + len(group) > SUBMIT_EPISODES:
+            calls.append([])
+            num, with_key = 0, set()
+            total = size + of_key
+        num_bytes, num = total, num + len(group)
+        with_key.add(name)
+        calls[-1].append(group)
+    return calls

@@ -9,7 +9,15 @@ import pytest
 
 from rollmesh.app.shared_rollouts import FinishedGroup, FinishedGroups, Selection, decoded, labels_of, shared_task
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import AnswerKey, GroupDecision, Purpose, Reward, SampleRewards, Task
+from rollmesh.services.coordinator.core.facts import (
+    AnswerKey,
+    GroupDecision,
+    Purpose,
+    Reward,
+    SampleEnd,
+    SampleRewards,
+    Task,
+)
 from rollmesh.shared.domain.trajectory import (
     Episode,
     EpisodeKey,
@@ -102,6 +110,12 @@ def reserved(name: str, task: Task, **fields: Any) -> f.GroupReserved:
     return f.GroupReserved(group=name, purpose=Purpose.TRAIN, task=task, num_episodes=1, **fields)
 
 
+def scored(name: str, sequence: int = 1) -> f.EpisodeScored:
+    sample = f.SampleMeta(sample_id=f"{name}.0.0", policy="main")
+    payload = f.PayloadRef(sequence=sequence)
+    return f.EpisodeScored(group=name, episode=f"{name}.0", payload=payload, samples=(sample,))
+
+
 def finalized(name: str) -> f.GroupFinalized:
     members = (SampleRewards(sample_id=f"{name}.0", rewards=(Reward(name="correct", value=1.0, segment=-1),)),)
     return f.GroupFinalized(group=name, decision=GroupDecision.KEEP, members=members)
@@ -118,7 +132,7 @@ def test_own_groups_are_shared_once_decided_with_the_keys_of_submitted_tasks() -
         reserved("g0", own),
         reserved("g1", private),
         reserved("g2", own, submitted_key="south/g1"),
-        f.EpisodeScored(group="g0", episode="g0.0", payload=f.PayloadRef(sequence=7)),
+        scored("g0", sequence=7),
         finalized("g2"),
         finalized("g0"),
         finalized("g1"),
@@ -132,6 +146,29 @@ def test_own_groups_are_shared_once_decided_with_the_keys_of_submitted_tasks() -
     assert (task.task_id, task.oracle_ref, given.task_id, list(given.answers)) == ("a-b", "", "a-b", ["2"])
     assert list(story.enter([f.RunEnded(reason="STOPPED")])) == []
     assert story.ended == "STOPPED"
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [finalized("g0")],
+        [f.EpisodeEnded(group="g0", episode="g0.0", end=SampleEnd.FAILED, reason="x")],
+        [scored("g0"), f.SamplesEnded(group="g0", sample_ids=("g0.0.0",), end=SampleEnd.CANCELLED, reason="x")],
+    ],
+)
+def test_an_ended_group_and_its_key_are_forgotten(ends: list[f.Fact]) -> None:
+    task, key = Task(task_id="t", oracle_ref="submitted:r/3-ab/t"), AnswerKey(task_id="t")
+    story = FinishedGroups()
+    begun: list[f.Fact] = [
+        f.RunCreated(spec=endless_spec(run="r")),
+        f.TasksSubmitted(submission="3-ab", tasks=(task,), answer_keys=(key,)),
+        reserved("g0", task),
+    ]
+    list(story.enter(begun))
+    assert (len(story._keys), len(story._open)) == (1, 1)
+    list(story.enter(ends))
+    assert (story._keys, story._open) == ({}, {})
+    assert list(story.enter([reserved("g1", task), finalized("g1")])) == [], "its reference means nothing elsewhere"
 
 
 def test_labels_are_name_and_value() -> None:

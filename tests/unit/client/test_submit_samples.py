@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import pytest
+
 from rollmesh.client.client import Run
+from rollmesh.shared.errors import InvalidInput, SampleQuota
 from rollmesh.v1 import run_pb2, types_pb2
 
 PEER = types_pb2.SEGMENT_SOURCE_PEER
@@ -35,7 +38,7 @@ async def test_groups_stay_whole_and_bring_their_tasks_and_keys() -> None:
         episode("a", "0", "t", large), episode("b", "0", "u", large), episode("a", "1", "t", large),
         episode("c", "0", "t", large), episode("d", "0", "v"),
     ]  # fmt: skip
-    tasks = [types_pb2.Task(task_id=name) for name in "tuvw"]
+    tasks = [types_pb2.Task(task_id=name) for name in "tuv"]
     keys = [types_pb2.AnswerKey(task_id=name) for name in "tv"]
     await mesh.submit_samples(episodes, tasks, source=PEER, answer_keys=keys, tokenizer_digest="d")
     assert [[f"{one.key.group}{one.key.episode}" for one in part.episodes] for part in mesh.accepted] == [
@@ -51,3 +54,44 @@ async def test_a_call_has_at_most_1024_episodes() -> None:
     episodes = [episode(f"g{number // 512}", str(number), "t") for number in range(512 * 3)]
     await mesh.submit_samples(episodes, [types_pb2.Task(task_id="t")], source=PEER)
     assert [len(part.episodes) for part in mesh.accepted] == [1024, 512]
+
+
+async def test_the_answer_keys_of_a_call_count() -> None:
+    mesh = Recording()
+    names = [f"t{number}" for number in range(4)]
+    tasks = [types_pb2.Task(task_id=name) for name in names]
+    keys = [types_pb2.AnswerKey(task_id=name, answers=["x" * 400_000]) for name in names]
+    await mesh.submit_samples([episode(name, "0", name) for name in names], tasks, source=PEER, answer_keys=keys)
+    assert [len(part.answer_keys) for part in mesh.accepted] == [2, 2]
+    alike = [episode(f"g{number}", "0", "t0") for number in range(4)]
+    await mesh.submit_samples(alike, tasks[:1], source=PEER, answer_keys=keys[:1])
+    assert [len(part.episodes) for part in mesh.accepted[2:]] == [4], "groups of one task share its key"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "keys", "field"),
+    [
+        ("tt", "", "tasks.task_id"),
+        ("tu", "", "tasks"),
+        ("t", "tt", "answer_keys.task_id"),
+        ("t", "u", "answer_keys.task_id"),
+    ],
+)
+async def test_what_belongs_to_no_episode_is_an_error(tasks: str, keys: str, field: str) -> None:
+    given = [types_pb2.Task(task_id=name) for name in tasks]
+    of = [types_pb2.AnswerKey(task_id=name) for name in keys]
+    with pytest.raises(InvalidInput) as caught:
+        await Recording().submit_samples([episode("a", "0", "t")], given, source=PEER, answer_keys=of)
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+async def test_a_mesh_with_a_smaller_quota_gets_halves() -> None:
+    class Small(Recording):
+        async def ask(self, verb: str, request: Any, limit_s: float | None = None) -> Any:
+            if len({one.key.group for one in request.episodes}) > 2:
+                raise SampleQuota("too many", groups_per_call=2)
+            return await super().ask(verb, request)
+
+    mesh = Small()
+    await mesh.submit_samples([episode(name, "0", "t") for name in "abcde"], [types_pb2.Task(task_id="t")], source=PEER)
+    assert ["".join(one.key.group for one in part.episodes) for part in mesh.accepted] == ["ab", "c", "de"]

@@ -10,6 +10,7 @@ from msgspec import structs
 
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import facts as f
+from rollmesh.services.coordinator.core import foreign_samples
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -25,11 +26,11 @@ from rollmesh.services.coordinator.core.facts import (
     SubmittedGroup,
     Task,
 )
-from rollmesh.services.coordinator.core.records import ForeignSource
+from rollmesh.services.coordinator.core.records import ForeignSource, ReplaySpec
 from rollmesh.services.coordinator.core.state import SourceAccount
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.config.settings import SettingError
-from rollmesh.shared.errors import BeyondBound, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
+from rollmesh.shared.errors import BeyondBound, InvalidInput, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
 
 from .core_run import NAMES, CoreRun
 
@@ -296,9 +297,15 @@ def test_a_roll_back_moves_the_lost_samples_in_their_account() -> None:
 
 def test_quotas_and_the_end_of_the_run() -> None:
     run = begun()
-    with pytest.raises(SampleQuota, match="waiting_max") as caught:
+    with pytest.raises(SampleQuota, match="never wait for admission together") as caught:
         submit(run, *(group(f"k{n}") for n in range(11)))
+    assert not caught.value.retryable
+    assert caught.value.metadata["groups_per_call"] == "10"
+    submit(run, *(group(f"k{n}") for n in range(6)))
+    with pytest.raises(SampleQuota, match="waiting_max") as caught:
+        submit(run, *(group(f"l{n}") for n in range(5)))
     assert caught.value.retry_after_s
+    run = begun()
     small = i.SampleLimits(groups_max=1, waiting_max=10, waiting_bytes_max=10_000)
     submit(run, group("a"), limits=small)
     with pytest.raises(SampleQuota, match="groups_max") as caught:
@@ -320,12 +327,86 @@ def test_quotas_and_the_end_of_the_run() -> None:
 def test_a_finite_run_ends_after_its_submitted_samples() -> None:
     run = begun(submitted_tasks=True, max_staleness=0, batch_groups=2)
     submit(run, group("a"))
-    run.ask(
-        i.SubmitTasks, submission="x", tasks=(), answer_keys=(), finish=True,
-        limits=i.SubmissionLimits(tasks_max=1, open_max=1, open_bytes_max=1),
-    )  # fmt: skip
+    finish(run)
     assert run.core.state.stopping == ""
     roll(run, 2)
     assert train(run, 1) == ["g0"], "a share of 0.5 would leave it waiting for groups that cannot come"
     assert run.core.state.stopping == "TASKS_EXHAUSTED"
     check_ledger(run)
+
+
+def finish(run: CoreRun) -> None:
+    """Declare that no task follows."""
+    run.ask(
+        i.SubmitTasks, submission="x", tasks=(), answer_keys=(), finish=True,
+        limits=i.SubmissionLimits(tasks_max=1, open_max=1, open_bytes_max=1),
+    )  # fmt: skip
+
+
+def test_a_finite_run_trains_more_submitted_groups_than_the_share_of_a_batch() -> None:
+    run = begun(submitted_tasks=True, max_staleness=0, batch_groups=2)
+    submit(run, *(group(name) for name in "abc"))
+    finish(run)
+    trained = []
+    for update in (1, 2, 3):
+        roll(run, 2, step=update - 1)
+        trained += train(run, update)
+    assert trained == ["g0", "g1", "g2"], "groups that wait for room do not hold back the batch that makes it"
+    assert run.core.state.stopping == "TASKS_EXHAUSTED"
+    check_ledger(run)
+
+
+def test_a_run_whose_tasks_are_exhausted_ends_although_submitted_groups_wait_for_room() -> None:
+    run = begun(max_staleness=0, batch_groups=4)
+    submit(run, *(group(f"k{n}") for n in range(6)))
+    run.core.ephemeral.exhausted = True  # as the data service said
+    roll(run, 4)
+    assert len(run.core.state.foreign_waiting) == 4
+    run.lease(1)
+    assert run.core.state.ended == "TASKS_EXHAUSTED"
+
+
+def test_a_run_that_waits_for_tasks_and_for_room_is_not_stalled() -> None:
+    run = begun(submitted_tasks=True, max_staleness=0, batch_groups=4)
+    submit(run, *(group(f"k{n}") for n in range(6)))
+    roll(run, 4)
+    run.lease(1)
+    run.now = 10 * run.core.state.the_spec.stall_s
+    assert len(run.core.state.foreign_waiting) == 4
+    assert not run.core.is_stalled(run.now), "only clients can submit what fills the batch"
+
+
+def test_shares_are_of_the_groups_that_the_replay_log_does_not_draw() -> None:
+    log = ReplaySpec(share=0.5, priority="fifo", max_staleness=-1)
+    run = begun(max_staleness=0, batch_groups=8, group_size=1, replay=log)
+    submit(run, *(group(f"k{n}") for n in range(10)))
+    for update in (1, 2):
+        roll(run, 16, step=update - 1)
+        batch = train(run, update)
+        assert [bool(_source_of(run, name)) for name in batch if name.startswith("g")].count(True) == 2
+    with pytest.raises(SettingError, match="one of the 4 groups of a batch that are fresh") as caught:
+        begun(peer(share=0.2), batch_groups=8, replay=log)
+    assert caught.value.field == "foreign[0].share"
+
+
+def test_a_decision_judges_waiting_groups_only_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = begun(max_staleness=0, group_size=1)
+    submit(run, *(group(f"k{n}") for n in range(9)))
+    judged = []
+
+    def young(ctx: object, source: str, step: int) -> str:
+        judged.append(step)
+        return ""
+
+    monkeypatch.setattr(foreign_samples, "why_refused", young)
+    roll(run, 8)
+    assert judged == []
+    train(run, 1)
+    assert len(judged) == 8
+
+
+def test_a_group_larger_than_one_of_rollouts_can_become_is_rejected() -> None:
+    run = begun()
+    with pytest.raises(InvalidInput, match=r"at most 8 per group, 4 \* run\.group_size, got 9 in group a"):
+        submit(run, group("a", num=9))
+    assert submit(run, group("a", num=8)).num_added == 1

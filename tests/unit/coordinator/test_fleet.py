@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.core.fleet import (
     run_of,
 )
 from rollmesh.shared.domain.engine_capabilities import EngineCapabilities
+from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.shared.domain.versions import PolicyVersion
 
 CONFIG = FleetConfig(heartbeat_s=1.0, suspect_after_s=5.0, dead_after_s=15.0, prepare_s_max=120.0)
@@ -568,3 +569,10 @@ def test_a_node_of_an_endpoint_is_ready_at_once_and_gets_no_weights() -> None:
     assert commands(fleet.plan(goal(version(0)), 0.0)) == []
     assert state_of(fleet, "endpoint-judge-0") is NodeState.READY
     assert fleet.usable(NodeKind.INFERENCE) == []
+
+
+def test_a_fleet_knows_what_every_node_that_is_not_dead_knows() -> None:
+    fleet = fleet_of("old")
+    assert not fleet.knows(PROTOCOL), "a node that reports none has 1.0"
+    fleet.nodes["old"].state = NodeState.DEAD
+    assert fleet.knows(PROTOCOL)

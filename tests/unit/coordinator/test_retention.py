@@ -157,7 +157,7 @@ async def test_a_file_remains_while_the_disk_has_no_room_for_its_copies(
     assert files.read(at[0]) == b"payload 0"
 
 
-def _full(*_: Any) -> None:
+def _full(*_: Any, **__: Any) -> None:
     raise DiskFull("no space left on the device")
 
 

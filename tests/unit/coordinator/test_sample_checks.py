@@ -82,6 +82,7 @@ AT = "episodes[0] (group k)"
         (request(episode(said(text=""))), f"{AT}.segments[0].messages"),
         (request(episode(said(), said(parent=0))), f"{AT}.segments[1].role"),
         (request(episode(said(role=OBSERVATION, source=TOOL))), f"{AT}.segments[0].role"),
+        (request(episode(said(role=99, source=TOOL))), f"{AT}.segments[0].role"),
         (request(episode(said(), said(parent=0, role=OBSERVATION, source=TOOL))), f"{AT}.segments"),
         (request(episode(said(logprobs=FLOATS))), f"{AT}.segments[0].logprobs"),
         (request(episode(tokens(-1))), f"{AT}.segments[0].role"),
@@ -109,7 +110,9 @@ def test_tokens_of_another_tokenizer_are_rejected_and_text_is_not() -> None:
         check(request(given, tokenizer_digest="cd" * 32))
     assert caught.value.metadata["tokenizer_digest"] == DIGEST
     check(request())
-    check(request(given, tokenizer_digest="cd" * 32), known="")
+    check(request(), known="")
+    with pytest.raises(InvalidInput, match="does not know the tokenizer"):
+        check(request(given, tokenizer_digest=DIGEST), known="")
 
 
 def test_a_call_that_is_too_large_is_rejected() -> None:
@@ -133,3 +136,12 @@ def test_a_request_becomes_groups_in_their_order_without_keys_and_agents() -> No
     assert not stored.HasField("key")
     assert [segment.sampling for segment in stored.segments] == [-1]
     assert found.groups[0].episodes[0] == found.groups[1].episodes[0], "the names of episodes are not content"
+
+
+def test_the_task_of_each_group_counts_for_the_size_of_a_call() -> None:
+    large = PB.Task(task_id="t", messages=[PB.Message(role="user", content="x" * 9_000)])
+    groups = [episode(key=f"k{number}") for number in range(300)]
+    check(request(*groups[:200], tasks=[large]))
+    with pytest.raises(PayloadTooLarge, match="with the task of each group") as caught:
+        check(request(*groups, tasks=[large]))
+    assert int(caught.value.metadata["bytes"]) > 300 * 9_000

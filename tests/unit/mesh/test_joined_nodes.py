@@ -29,9 +29,11 @@ def node(name: str, *, metrics: str = "", traces: str = "", state: int = pb.NODE
 
 async def written(nodes: list[pb.FleetNode], run_dir: Path) -> asyncio.Task[None]:
     """The task that keeps the files, after its first look."""
-    task = asyncio.create_task(keep_joined(lambda: nodes, run_dir, ManualClock()))
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+    clock = ManualClock()
+    task = asyncio.create_task(keep_joined(lambda: nodes, run_dir, clock))
+    async with asyncio.timeout(10):
+        while not clock.num_sleepers():  # noqa: ASYNC110 (the clock has no event)
+            await asyncio.sleep(0)
     return task
 
 

@@ -96,3 +96,10 @@ def test_a_greedy_first_episode_needs_another_one_to_train() -> None:
     assert config_from_dict(MeshConfig, {"rollout": {"greedy_first": True}, "run": {"group_size": 2}})
     with pytest.raises(ConfigError, match=r"`run.group_size` must be >= 2 with `rollout.greedy_first`"):
         config_from_dict(MeshConfig, {"rollout": {"greedy_first": True}, "run": {"group_size": 1}})
+
+
+def test_a_given_solution_is_not_the_untrained_first_episode() -> None:
+    solving = {"agent": {"name": "mine"}, "agents": {"mine": {"name": "given_solution"}}}
+    assert config_from_dict(MeshConfig, {"rollout": solving})
+    with pytest.raises(ConfigError, match=r"`(rollout\.)?greedy_first` must be false with the agent given_solution"):
+        config_from_dict(MeshConfig, {"rollout": {"greedy_first": True, **solving}})

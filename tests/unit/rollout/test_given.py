@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollmesh.app.shared_rollouts import decoded
+from rollmesh.services.rollout.agents.given import content_tags
 from rollmesh.services.rollout.config import LimitsConfig, RolloutConfig
 from rollmesh.shared.codec.arrays import encode_floats, encode_ints, encode_mask
 from rollmesh.shared.domain.trajectory import Episode, Role, Segment, Source
@@ -159,3 +160,32 @@ async def test_an_episode_that_is_too_long_for_this_model_has_no_sample(has_toke
         ]
     _, report, _ = await replayed(*long, config=config)
     assert list(report.samples) == []
+
+
+async def test_a_token_id_outside_the_vocabulary_has_no_sample() -> None:
+    for wrong in (10_000_000, -1):
+        _, report, _ = await replayed(
+            token_segment(0, [5], role=CONTEXT, source=PB.SEGMENT_SOURCE_PROMPT),
+            token_segment(1, [7, wrong], role=ACTION, source=PEER),
+        )
+        assert list(report.samples) == []
+
+
+@pytest.mark.parametrize(("segments_max", "num_samples"), [(5, 1), (4, 0)])
+async def test_an_episode_is_trained_as_a_whole_or_not(segments_max: int, num_samples: int) -> None:
+    config = RolloutConfig(limits=LimitsConfig(segments_max=segments_max))
+    turns = (text_segment(0, "call 1+2"), text_segment(1, "3"), text_segment(2, "3"))  # and the prompt
+    _, report, _ = await replayed(*turns, config=config)
+    assert len(report.samples) == num_samples
+
+
+async def test_special_tokens_that_look_like_a_pair_are_text() -> None:
+    mesh = LocalMesh(script=lambda text: "never", config=RolloutConfig())
+    tags = {"<s>": True, "</s>": True, "<think>": True, "</think>": True, "<step>": False}
+
+    class Tagged:
+        def __init__(self) -> None:
+            self.tags, self.format = tags, mesh.tokenizer.format
+
+    env: Any = Tagged()
+    assert set(content_tags(env)) == {"<tool_call>", "</tool_call>", "<think>", "</think>", "<step>"}

@@ -258,6 +258,14 @@ def test_a_whole_file_is_kept_under_another_name_and_its_writer_begins_another(t
     assert kept.stat().st_size == size
 
 
+def test_no_link_is_made_while_a_writer_may_not_notice_it(tmp_path: Path) -> None:
+    files = PayloadFiles(tmp_path)
+    (first,) = PayloadWriter(files, bytes_max=LIMIT).append([b"first"])
+    files.keep(file_of(first), may_link=False)
+    (kept,) = (tmp_path / "kept").iterdir()
+    assert kept.stat().st_nlink == 1
+
+
 def test_a_file_system_without_hard_links_gets_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, "no hard links")

@@ -86,7 +86,7 @@ class Conservation:
         if fact.submitted_key:
             source = self._sources.pop(fact.submitted_key, None)
             if source is None:
-                self._complain(f"group {fact.group} replays samples {fact.submitted_key!r}, which do not wait")
+                self._complain(f"group {fact.group} has submitted samples {fact.submitted_key!r}, which do not wait")
             self._account[fact.group] = submitted_account(source or "")
         self._members.setdefault(fact.group, [])
         self._reserve(fact.group, fact.num_episodes)

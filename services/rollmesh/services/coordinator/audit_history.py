@@ -92,7 +92,7 @@ class _History:
             intended = f" for update {fact.update_intended}" if fact.update_intended else ""
             again = f", again after dead letter {fact.dead_id}" if fact.dead_id else ""
             if fact.submitted_key:
-                again = f", to replay the submitted samples {fact.submitted_key}{self._provenance(fact.submitted_key)}"
+                again = f", for the submitted samples {fact.submitted_key}{self._provenance(fact.submitted_key)}"
             yield (
                 f"group {fact.group} of task {fact.task.task_id} was admitted{intended}, step_min "
                 f"{fact.step_min}{again}"

@@ -58,7 +58,7 @@ class Updates:
         self._of_group: dict[str, tuple[str, int]] = {}
         """The same, by group."""
         self._group: dict[str, str] = {}
-        """Group of every sample that replays a submitted one."""
+        """Group of every sample that a client submitted."""
         self._complain = complain
         self._samples: dict[str, SampleMeta] = {}
         self._used_in: dict[str, int] = {}

@@ -18,7 +18,7 @@ import asyncio
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 
 from google.protobuf.message import DecodeError
@@ -55,9 +55,11 @@ class Housekeeper:
         limits: RunLimits,
         position: int,
         archiver: Archiver | None = None,
+        may_link: Callable[[], bool] = lambda: True,
     ) -> None:
         """`position`: that of the snapshot from which the run was recovered. Without an `archiver` every record stays
-        in the stream."""
+        in the stream. `may_link`: whether every worker notices that its file was removed although it has another name;
+        one of protocol 1.0 does not."""
         self._driver = driver
         self._store = store
         self._samples = samples
@@ -65,6 +67,7 @@ class Housekeeper:
         self._limits = limits
         self._snapshot_position = position
         self._archiver = archiver
+        self._may_link = may_link
         self._stream_ends: deque[tuple[float, int]] = deque()
         self._purged_below = 0
         self._files = samples.files if isinstance(samples, SampleStream) else None
@@ -164,7 +167,8 @@ class Housekeeper:
     def _keep(self, files: PayloadFiles, number: int) -> None:
         """Keep what `retain_share` names of a file. A failure does not delay its removal, which frees the disk."""
         try:
-            files.keep(number, None if self._limits.retain_share >= 1 else self._is_retained)
+            wanted = None if self._limits.retain_share >= 1 else self._is_retained
+            files.keep(number, wanted, may_link=self._may_link())
             files.limit_kept(self._limits.retained_bytes_max)
         except (MeshError, OSError) as error:
             _log.warning("payloads not kept: run=%s file=%d cause=%s", self._driver.run, number, error)

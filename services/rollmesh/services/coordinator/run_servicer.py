@@ -24,6 +24,7 @@ from rollmesh.services.coordinator.watchdog import read_chain
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ids import IdSource
 from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.errors import NotReady, NotUploaded, Unimplemented, UnknownRun
 from rollmesh.shared.rpc.handlers import Context
@@ -181,6 +182,11 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._mesh.check_tasks(request.tasks, replayed=True)
         driver = await self._runs.get(request.run)
         validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
+        if not self._keeper.fleet.knows(PROTOCOL):
+            raise NotReady(
+                f"a node has a protocol below {PROTOCOL}, which does not know submitted samples; upgrade all nodes "
+                "(`rollmesh status` lists them), then submit again"
+            )
         limits = i.SampleLimits(
             groups_max=quotas.groups_max,
             waiting_max=quotas.waiting_max,

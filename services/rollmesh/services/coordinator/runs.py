@@ -336,7 +336,8 @@ class Runs:
             clock=self._clock,
             limits=self._config.run,
             position=recovered.snapshot_position,
-            archiver=Archiver(driver, streams.ledger, self._config.archive, self._reads_archives, at=self._at),
+            archiver=Archiver(driver, streams.ledger, self._config.archive, self._is_current, at=self._at),
+            may_link=self._is_current,
         )
         led = _Led(driver, keeper, self._clock.monotonic_s())
         led.spawn(keeper.run, "housekeeping")
@@ -378,9 +379,10 @@ class Runs:
     def _effects(self, core: Core, inbox: RunDriver, dead: StreamLog) -> Effects:
         return Effects(core, inbox, self._outside, dead, clock=self._clock, ids=self._ids, limits=self._config.run)
 
-    def _reads_archives(self) -> bool:
-        """Return whether every node reads archive segments. A node of the release before may read the ledger."""
-        return all(node.protocol >= PROTOCOL for node in self._fleet.nodes.values() if node.state is not NodeState.DEAD)
+    def _is_current(self) -> bool:
+        """Return whether every node has the coordinator's protocol. One of the release before may read the ledger, and
+        does not know archive segments and other names of payload files."""
+        return self._fleet.knows(PROTOCOL)
 
     def _check_nodes(self, spec: RunSpec) -> None:
         """Reject a run with a replay log while a gateway or a learner of the release before would ignore

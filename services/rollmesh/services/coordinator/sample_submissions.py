@@ -1,7 +1,7 @@
 """Check a request of SubmitSamples on arrival, and take it apart into groups for the core.
 
 Each check raises InvalidInput with the episode and the field, what it must be, and what it is. The codec of payloads
-checks the arrays. The stored episodes have only what a worker replays: segments and sampling parameters.
+checks the arrays. The stored episodes have only what a worker needs: segments and sampling parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _KEY_FORM = "have 1 to 256 characters of A-Z a-z 0-9 _ . : / -"
 
 def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokenizer_digest: str) -> None:
     """Check a request, except for scorers, tools and oracles of its tasks. `tokenizer_digest` is that of the run; empty
-    if it is not known. Raises PayloadTooLarge for a size, TokenizerMismatch for tokens of another tokenizer."""
+    if it is not known, and then no episode may have token ids. Raises PayloadTooLarge for a size, TokenizerMismatch for
+    tokens of another tokenizer."""
     validation.check_run(request.run)
     num = len(request.episodes)
     if not 1 <= num <= SUBMIT_MAX:
@@ -59,6 +60,7 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
         raise field_error("provenance.step", "be >= 0", request.provenance.step)
     validation.check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
     _check_keys(request)
+    _check_recorded(request)
     for index, episode in enumerate(request.episodes):
         _check_episode(episode, request.source, _place(index, episode))
     if any(_has_tokens(episode) for episode in request.episodes):
@@ -118,11 +120,29 @@ def _check_keys(request: run_pb2.SubmitSamplesRequest) -> None:
         raise field_error("tasks", "be tasks of the episodes", min(unused))
 
 
+def _check_recorded(request: run_pb2.SubmitSamplesRequest) -> None:
+    """Check the size of the ledger record of the call: each of its groups has its task."""
+    tasks = {task.task_id: task.ByteSize() for task in request.tasks}
+    of_groups = {episode.key.group: tasks[episode.key.task] for episode in request.episodes}
+    size = sum(of_groups.values()) + sum(one.ByteSize() for one in (*request.episodes, *request.answer_keys))
+    if size > validation.SUBMIT_BYTES_MAX:
+        raise PayloadTooLarge(
+            f"the episodes and answer keys of a call of SubmitSamples, with the task of each group, must have at most "
+            f"{validation.SUBMIT_BYTES_MAX} bytes, got {size} with {len(of_groups)} groups; submit them in several "
+            "calls",
+            bytes=size,
+            bytes_max=validation.SUBMIT_BYTES_MAX,
+        )
+
+
 def _check_tokenizer(given: str, known: str) -> None:
+    if not known:
+        must = "have no token ids, because the coordinator does not know the tokenizer of the run"
+        raise field_error("episodes", must, Phrase("token ids"), "submit the episodes as text")
     if not given:
         must = "be set, because episodes have token ids: the SHA-256 of the tokenizer.json that made them"
         raise field_error("tokenizer_digest", must, None, "or submit the episodes as text")
-    if known and given != known:
+    if given != known:
         raise TokenizerMismatch(
             f"`tokenizer_digest` is {given[:64]!r}, and that of the run is {known!r}: the token ids mean other text; "
             "submit the episodes as text, without token ids",
@@ -135,7 +155,7 @@ def _has_tokens(episode: types_pb2.Episode) -> bool:
 
 
 def _stored(episode: types_pb2.Episode) -> types_pb2.Episode:
-    """Return what a worker replays. The index of sampling parameters means something only if there are some."""
+    """Return what a worker needs. The index of sampling parameters means something only if there are some."""
     stored = types_pb2.Episode(segments=episode.segments, sampling_params=episode.sampling_params)
     for segment in stored.segments:
         if not stored.sampling_params:
@@ -196,7 +216,8 @@ def _check_text(episode: types_pb2.Episode, field: str) -> None:
                 raise field_error(f"{at}.{name}", "be absent without token ids", Phrase("values"))
         if segment.role != (OBSERVATION if index % 2 else ACTION):
             must = "alternate in an episode without token ids: ACTION, then OBSERVATION, ..., ACTION"
-            raise field_error(f"{at}.role", must, types_pb2.SegmentRole.Name(segment.role))
+            known = segment.role in types_pb2.SegmentRole.values()
+            raise field_error(f"{at}.role", must, types_pb2.SegmentRole.Name(segment.role) if known else segment.role)
     if len(episode.segments) % 2 == 0:
         raise field_error(f"{field}.segments", "end with an ACTION", Phrase("an OBSERVATION"))
     _check_trains(episode, field)

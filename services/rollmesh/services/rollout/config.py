@@ -323,3 +323,9 @@ class RolloutConfig(Settings):
                 f"`agent` must not have options, because it names the entry {self.agent.name!r} of `agents`, got "
                 f"{', '.join(self.agent.options)}; move them to the entry"
             )
+        solving = [name or "the default" for name, one in self.agents_by_name.items() if one.name == "given_solution"]
+        if self.greedy_first and solving:
+            raise ValueError(
+                f"`greedy_first` must be false with the agent given_solution ({solving[0]} agent), got true: the first "
+                "episode of a group is not trained then, and that agent gives the solution in it"
+            )

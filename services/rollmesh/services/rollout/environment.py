@@ -647,6 +647,16 @@ class Environment:
         return self._state.limits.context_tokens_max
 
     @property
+    def num_ids(self) -> int:
+        """Token ids are in [0, num_ids)."""
+        return self._state.tokenizer.num_ids
+
+    @property
+    def segments_left(self) -> int:
+        """Number of segments that the episode may get before the limit of segments ends it."""
+        return max(0, self._state.limits.segments_max - len(self._state.recorder.segments) - 1)
+
+    @property
     def tokens_left(self) -> int:
         """Maximum number of tokens of the next generation."""
         limits = self._state.limits

@@ -158,14 +158,15 @@ class PayloadFiles:
                 if not (entry.name.isdigit() and int(entry.name) in needed):
                     os.unlink(entry.path)
 
-    def keep(self, number: int, wanted: Callable[[bytes], bool] | None = None) -> None:
+    def keep(self, number: int, wanted: Callable[[bytes], bool] | None = None, *, may_link: bool = True) -> None:
         """Keep the wanted payloads of a file. Then it can be removed. Idempotent.
 
-        Without `wanted`, the kept file is another name of the file, without a copy, if the file system has hard links.
+        Without `wanted`, the kept file is another name of the file, without a copy, if the file system has hard links
+        and `may_link` allows it.
         """
         path = self._kept(number)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        if wanted is None and self._link(number):
+        if wanted is None and may_link and self._link(number):
             return
         partial, num = path.with_suffix(".partial"), 0
         try:

@@ -11,8 +11,8 @@ tokens of given solutions (off), and E its moving average:
     switch     a given solution is imitated if rho < imitate_below, and else dropped
 
 With the default power of -1, w falls if the entropy changes mostly on given solutions: the policy already moves towards
-them. Before the second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, without
-given solutions in the baseline. The averages are in the checkpoint.
+them. Before the second update with both kinds of tokens, w is 1. Advantages of own samples are those of `grpo`, by
+default without given solutions in the baseline. The averages are in the checkpoint.
 
 The formulas of the paper were not available. The published code has relative changes since the last batch, the power 1,
 and limits of 1 and 7: `{relative: true, decay: 0, power: 1, weight_min: 1, weight_max: 7}`. With it the weight rises if

@@ -160,7 +160,7 @@ def has_batch(ctx: DecisionContext) -> bool:
 def _is_all(ctx: DecisionContext) -> bool:
     """Return whether no further group can become READY before this update is committed."""
     state = ctx.state
-    drawn = state.submissions_done and not state.replays
+    drawn = state.submissions_done and not state.replays and not foreign_samples.any_admissible(ctx)
     return not state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING) and (
         drawn or bound.num_admissible(state) == 0
     )

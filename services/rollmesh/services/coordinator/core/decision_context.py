@@ -13,7 +13,7 @@ from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.demand import LearnerDemand
 from rollmesh.services.coordinator.core.facts import Fact, Purpose, Task
 from rollmesh.services.coordinator.core.inputs import AcquireRollouts, LeaseBatch
-from rollmesh.services.coordinator.core.records import R, Request, RunSpec
+from rollmesh.services.coordinator.core.records import ForeignSource, R, Request, RunSpec
 from rollmesh.services.coordinator.core.state import PolicyClock, State
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import MeshError
@@ -169,6 +169,8 @@ class EphemeralState:
     """Time up to which the run's time is counted; None before the first decision of this process."""
     draw_at: float | None = None
     """Time from which more submitted tasks can be drawn than fitted into the last decision; None if it drew all."""
+    foreign_judged: tuple[int, tuple[ForeignSource, ...]] | None = None
+    """Applied step and bounds of sources for which the waiting submitted samples were found young enough."""
     exhausted: bool = False
     """The data service has no further task."""
     data_waiting: str = ""

@@ -226,6 +226,11 @@ class Fleet:
     departed: dict[NodeKind, Node] = field(default_factory=dict)
     """The last node of each kind that was removed as DEAD, to name it when no node of the kind is left."""
 
+    def knows(self, protocol: ProtocolVersion) -> bool:
+        """Return whether every node has this protocol version or a higher one, so that it reads its kinds of facts and
+        files."""
+        return all(node.protocol >= protocol for node in self.nodes.values() if node.state is not NodeState.DEAD)
+
     def joined(
         self,
         *,

@@ -1,28 +1,29 @@
 """Decide on finished samples of other sources that clients submit (SubmitSamples): rollouts of peers, given solutions.
 
 A group of them waits in the state until admission has room, and is then one group of the run whose episodes a worker
-replays. So scores, payloads, retries and leases are those of every group. What differs is here:
+takes as given. So scores, payloads, retries and leases are those of every group. What differs is here:
 
     age at update k = (k - 1) - applied step at the submission <= max_age of the source
-    groups of a source that no batch has yet <= floor(share * batch_groups), so that rollouts always have room
-    groups of a source in a batch <= share * its amount
+    groups of a source that no batch has yet <= floor(share * fresh_groups), so that rollouts always have room
+    groups of a source in a batch <= share * its amount without what the replay log draws
 
 The counters of their samples are those of the source, see `State.foreign`. A key of a group is used once.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
-from math import floor
 
 from msgspec.structs import replace
 
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core import replay
 from rollmesh.services.coordinator.core.decision_context import DecisionContext
 from rollmesh.services.coordinator.core.facts import AnswerKey, Reward, SampleEnd, SubmittedGroup
-from rollmesh.services.coordinator.core.records import UNLIMITED, ForeignSource
+from rollmesh.services.coordinator.core.records import EXTEND_FACTOR_MAX, UNLIMITED, ForeignSource, whole_share
 from rollmesh.services.coordinator.core.state import (
     GroupPhase,
     GroupState,
@@ -34,7 +35,7 @@ from rollmesh.services.coordinator.core.state import (
     samples_digest,
 )
 from rollmesh.services.coordinator.core.submissions import with_reference
-from rollmesh.shared.errors import RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted
+from rollmesh.shared.errors import Phrase, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted, field_error
 
 BEYOND_AGE = "BEYOND_AGE"
 """Reason of samples that are older than the bound of their source."""
@@ -60,6 +61,7 @@ def submit(ctx: DecisionContext, request: i.SubmitSamples) -> None:
     new = [group for group in request.groups if not _is_known(state, group, source, keys.get(group.task.task_id))]
     if new:
         _check_open(ctx)
+        _check_sizes(ctx, new)
         tasks = {group.task.task_id for group in new}
         with_key = tuple(key for key in request.answer_keys if key.task_id in tasks)
         _check_quota(state, new, with_key, request.limits)
@@ -98,26 +100,49 @@ def accounts(state: State) -> list[m.SubmittedSamples]:
 
 
 def admissible(ctx: DecisionContext) -> Iterator[WaitingSamples]:
-    """Yield groups that may be admitted now, in order of submission. The caller reserves each before the next one.
-    Groups that are too old for the next update are dropped first."""
-    state = ctx.state
-    old = [w.group.key for w in state.foreign_waiting.values() if why_refused(ctx, w.source, w.step)]
-    if old and not (state.ended or state.stopping):
-        ctx.emit(f.SubmittedSamplesDropped(keys=tuple(old)))
-    for waiting in list(state.foreign_waiting.values()):
-        if _num_unleased(state, waiting.source) < groups_max(ctx, waiting.source):
+    """Yield groups that may be admitted now, in order of submission. The caller reserves each before the next one."""
+    room = _room(ctx)
+    for waiting in list(ctx.state.foreign_waiting.values()) if room else ():
+        if waiting.source in room:
             yield waiting
+            room[waiting.source] -= 1
+            room = +room
+            if not room:
+                return
+
+
+def any_admissible(ctx: DecisionContext) -> bool:
+    """Return whether a group that waits may be admitted now. Others wait for a batch that takes groups of their
+    source."""
+    room = _room(ctx)
+    return bool(room) and any(waiting.source in room for waiting in ctx.state.foreign_waiting.values())
+
+
+def drop_old(ctx: DecisionContext) -> None:
+    """Drop groups that wait and are too old for the next update. Only an update or a change of the bounds makes some
+    so."""
+    state, judged = ctx.state, (ctx.clock.applied, ctx.spec.foreign)
+    if state.ended or state.stopping or ctx.ephemeral.foreign_judged == judged:
+        return
+    ctx.ephemeral.foreign_judged = judged
+    if old := [w.group.key for w in state.foreign_waiting.values() if why_refused(ctx, w.source, w.step)]:
+        ctx.emit(f.SubmittedSamplesDropped(keys=tuple(old)))
 
 
 def groups_max(ctx: DecisionContext, source: str) -> int:
     """Return how many groups of a source may be ahead of their batch."""
     found = bound_of(ctx.spec.foreign, source)
-    return floor(found.share * ctx.spec.batch_groups + _ROUNDING) if found is not None else 0
+    return whole_share(found.share, ctx.spec.fresh_groups) if found is not None else 0
 
 
-def _num_unleased(state: State, source: str) -> int:
-    ahead = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
-    return sum(group.source == source for group in ahead)
+def _room(ctx: DecisionContext) -> Counter[str]:
+    """Return how many further groups of each source may be ahead of their batch, for those that may have some."""
+    if not ctx.state.foreign_waiting:
+        return Counter()
+    ahead = ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.READY)
+    unleased = Counter(group.source for group in ahead)
+    room: Counter[str] = Counter({s.source: groups_max(ctx, s.source) - unleased[s.source] for s in ctx.spec.foreign})
+    return +room
 
 
 def bound_of(sources: tuple[ForeignSource, ...], source: str) -> ForeignSource | None:
@@ -146,10 +171,12 @@ def why_refused(ctx: DecisionContext, source: str, submitted_step: int) -> str:
 
 
 class BatchShare:
-    """How much of a batch of `amount` its sources may still fill."""
+    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw."""
 
     def __init__(self, ctx: DecisionContext, amount: int) -> None:
-        self._left: dict[str, float] = {one.source: one.share * amount + _ROUNDING for one in ctx.spec.foreign}
+        replayed = ctx.spec.replay
+        fresh = amount - replay.quota(ctx, amount) if replayed is not None and replayed.made.draws else amount
+        self._left: dict[str, float] = {one.source: one.share * fresh + _ROUNDING for one in ctx.spec.foreign}
 
     def take(self, group: GroupState, size: int) -> bool:
         """Return whether the batch may have a group of this size, and count it if so."""
@@ -172,14 +199,14 @@ def is_without_signal(ctx: DecisionContext, group: GroupState, adjusted: Mapping
 
 
 def why_invalid(group: GroupState, sample: f.SampleMeta) -> str:
-    """Return what in the metadata of a replayed sample contradicts its source; empty if nothing does. A worker of an
+    """Return what in the metadata of a given sample contradicts its source; empty if nothing does. A worker of an
     older release runs an agent instead."""
     if not group.source:
         return ""
     others = [span.source.name.lower() for span in sample.external if span.source.name.lower() != group.source]
     if sample.steps or others:
         got = others[0] if others else "policy"
-        return f"it replays submitted samples, so all trained tokens must be of source {group.source}, got {got}"
+        return f"its samples are submitted ones, so all trained tokens must be of source {group.source}, got {got}"
     return ""
 
 
@@ -203,6 +230,17 @@ def _check_open(ctx: DecisionContext) -> None:
         raise RunEnded(f"run {ctx.spec.run} has ended: {state.ended or state.stopping}; it takes no further samples")
 
 
+def _check_sizes(ctx: DecisionContext, new: list[SubmittedGroup]) -> None:
+    """Check that the groups are not larger than one of rollouts can become, so that a batch of them fits into its
+    reply."""
+    most = EXTEND_FACTOR_MAX * ctx.spec.group_size
+    for group in new:
+        if len(group.episodes) > most:
+            must = f"be at most {most} per group, {EXTEND_FACTOR_MAX} * run.group_size"
+            got = Phrase(f"{len(group.episodes)} in group {group.key[:100]}")
+            raise field_error("episodes", must, got, "divide the group, or submit fewer of its episodes")
+
+
 def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey, ...], limits: i.SampleLimits) -> None:
     of_call = sum(map(samples_bytes, new)) + sum(map(key_bytes, keys))
     if of_call > limits.ledger_bytes_left:
@@ -218,6 +256,15 @@ def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey,
             f"(`coordinator.run.samples.groups_max`), and with this call it would have {num}; create another run, or "
             "raise the limit",
             groups_max=limits.groups_max,
+        )
+    if len(new) > limits.waiting_max or of_call > limits.waiting_bytes_max:
+        raise SampleQuota(
+            f"{len(new)} groups of submitted samples with {of_call} bytes can never wait for admission together, "
+            f"because at most {limits.waiting_max} with {limits.waiting_bytes_max} bytes may "
+            "(`coordinator.run.samples.waiting_max`, `waiting_bytes_max`); submit at most that many per call, or raise "
+            "the limits",
+            groups_per_call=limits.waiting_max,
+            bytes_per_call=limits.waiting_bytes_max,
         )
     waiting, num_bytes = len(state.foreign_waiting) + len(new), state.foreign_waiting_bytes + of_call
     if waiting > limits.waiting_max or num_bytes > limits.waiting_bytes_max:

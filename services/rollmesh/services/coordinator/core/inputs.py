@@ -62,7 +62,7 @@ class EpisodeLease:
     index: int
     submitted: bool = False
     given: bytes = b""
-    """The submitted episode that it replays, encoded; empty for a rollout."""
+    """The submitted episode that is given to the worker, encoded; empty for a rollout."""
     given_source: str = ""
 
 

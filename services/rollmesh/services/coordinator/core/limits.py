@@ -10,7 +10,7 @@ gives the same sum.
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core import bound
+from rollmesh.services.coordinator.core import bound, foreign_samples
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, EphemeralState
@@ -60,7 +60,7 @@ def notice_exhaustion(ctx: DecisionContext, *, unserved: bool) -> None:
     state, ephemeral = ctx.state, ctx.ephemeral
     if state.ended or state.stopping or ctx.spec.exports or not (ephemeral.exhausted or state.submissions_done):
         return
-    if state.pending or state.replays or state.foreign_waiting:
+    if state.pending or state.replays or foreign_samples.any_admissible(ctx):
         return
     in_flight = state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING, GroupPhase.LEASED, GroupPhase.IN_DOUBT)
     if not in_flight and (unserved or not state.training_groups(GroupPhase.READY)):

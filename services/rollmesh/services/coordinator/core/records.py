@@ -148,7 +148,8 @@ class ForeignSource(Settings):
     """Largest number of updates from the submission of a sample to its update, or `unlimited`. It has no default, so
     that no source is without a written bound."""
     share: Annotated[float, Meta(gt=0, le=1)]
-    """Largest share of the groups of a batch. The shares of all sources sum to at most 1."""
+    """Largest share of the groups of a batch, without those that are drawn from the replay log. The shares of all
+    sources sum to at most 1."""
     keep_equal: bool = False
     """Whether groups with several samples whose rewards are all equal are kept. By default they end as
     filtered(ZERO_VARIANCE)."""
@@ -299,9 +300,9 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
             if one.source not in self.external_sources:
                 what = f"must be in external_sources ({', '.join(self.external_sources) or 'none'}), got {one.source}"
                 raise SettingError(f"{field}.source", f"{what}; add it there, because its tokens are trained")
-            if whole_share(one.share, self.batch_groups) < 1:
-                least = 1 / self.batch_groups
-                raise SettingError(f"{field}.share", f"must be >= 1 / batch_groups = {least:g}, got {one.share:g}")
+            if whole_share(one.share, self.fresh_groups) < 1:
+                what = f"{1 / self.fresh_groups:g}, one of the {self.fresh_groups} groups of a batch that are fresh"
+                raise SettingError(f"{field}.share", f"must be >= {what}, got {one.share:g}")
         if (total := sum(one.share for one in self.foreign)) > 1 + _ROUNDING:
             raise SettingError("foreign", f"must have shares that sum to at most 1, got {total:g}; lower a share")
 

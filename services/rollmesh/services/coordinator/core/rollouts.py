@@ -105,7 +105,7 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
 
 
 def _given(group: GroupState, episode_id: str) -> bytes:
-    """Return the submitted episode that an episode replays; empty for a rollout."""
+    """Return the submitted episode that a worker is given for an episode; empty for a rollout."""
     return group.given[episode_index(episode_id)] if group.given else b""
 
 
@@ -194,6 +194,9 @@ def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
 
 def _reserve_samples(ctx: DecisionContext) -> None:
     """Reserve groups of submitted samples, as many as fit into a record. A tick continues."""
+    foreign_samples.drop_old(ctx)
+    if not ctx.state.foreign_waiting or _num_lacking(ctx) <= 0 or num_wanted(ctx) <= 0:
+        return
     num_bytes = 0
     for waiting in foreign_samples.admissible(ctx):
         if _num_lacking(ctx) <= 0 or num_wanted(ctx) <= 0:

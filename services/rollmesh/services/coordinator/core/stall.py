@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmesh.services.coordinator.core import batches, rollouts
+from rollmesh.services.coordinator.core import batches, foreign_samples, rollouts
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -26,7 +26,7 @@ def waits_for_tasks(ctx: DecisionContext) -> bool:
     state = ctx.state
     if not ctx.spec.submitted_tasks or state.submitted_finished:
         return False
-    if state.submitted_open or state.foreign_waiting or state.replays:
+    if state.submitted_open or state.replays or foreign_samples.any_admissible(ctx):
         return False
     if ctx.clock.published is None or rollouts.why_rejected(ctx):
         return False

@@ -134,7 +134,7 @@ class GroupState(msgspec.Struct, kw_only=True):
     lost: bool = False
     """Whether the end of the run or a roll-back ended one of its episodes or samples."""
     submitted_key: str = ""
-    """Key of the submitted samples that it replays; empty for a rollout."""
+    """Key of the submitted samples that are its episodes; empty for a rollout."""
     source: str = ""
     """Their source, in lower case."""
     submitted_step: int = 0
@@ -481,9 +481,8 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def submissions_done(self) -> bool:
-        """Whether clients submit the tasks of the run, none follows, and none waits, nor do submitted samples."""
-        waits = self.submitted_open or self.foreign_waiting
-        return self.the_spec.submitted_tasks and self.submitted_finished and not waits
+        """Whether clients submit the tasks of the run, none follows, and none waits."""
+        return self.the_spec.submitted_tasks and self.submitted_finished and not self.submitted_open
 
     def pending_of(self, purpose: Purpose) -> list[tuple[str, str]]:
         return self.pending_eval if purpose is Purpose.EVAL else self.pending

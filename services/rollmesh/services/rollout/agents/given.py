@@ -1,4 +1,4 @@
-"""Replay a finished episode of another source in place of an agent: what a client submitted with SubmitSamples.
+"""Give a finished episode of another source in place of an agent: what a client submitted with SubmitSamples.
 
 An episode with token ids is appended as it is. The messages of one without are encoded by the chat template of this
 model, turn by turn, as the environment encodes those of a rollout. Tags of content in a turn, such as <think> and those
@@ -6,11 +6,13 @@ of tool calls, are encoded as one token, and tags that open or end turns as plai
 get those of the current weights of the policy under its plain softmax, as the swarm of SAPO does (2025-09,
 arXiv:2509.08721): the ratio of the loss is then 1 at the weights that scored them.
 
-An episode that is longer than `rollout.limits.context_tokens_max` yields no sample.
+An episode yields no sample if it is longer than `rollout.limits.context_tokens_max`, would reach
+`rollout.limits.segments_max`, or has a token id that the tokenizer does not have.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 
@@ -33,6 +35,10 @@ from rollmesh.shared.domain.trajectory import (
 )
 from rollmesh.v1 import types_pb2
 
+_log = logging.getLogger(__name__)
+CONTENT = ("<think>", "</think>", "<answer>", "</answer>")
+"""Tags of thoughts and answers, which a model may have as special tokens."""
+
 
 class GivenAgent(Agent):
     """See the module. It is made for one episode, and no configuration names it."""
@@ -49,16 +55,28 @@ class GivenAgent(Agent):
             env.context(task.messages)
 
     async def run(self, task: Task, env: Environment) -> None:
+        if self._has_tokens and (why := self._why_unknown(env)):
+            _warn(task, why)
+            return
         segments = self._decoded(task, env) if self._has_tokens else self._encoded(env)
         prompt = env.token_ids
         tokens = np.concatenate([segment.token_ids for segment in segments])
-        if prompt.size + tokens.size > env.context_tokens_max:
+        if why := _why_too_long(env, prompt.size + tokens.size, len(segments)):
+            _warn(task, why)
             return
         if any(s.source is Source.PEER and s.logprobs is None for s in segments):
             segments = await _scored(env, segments, prompt, tokens)
         params = [decode_sampling_params(one) for one in self._episode.sampling_params]
         for segment in segments:
             env.replay(segment, _params_of(params, segment.sampling))
+
+    def _why_unknown(self, env: Environment) -> str:
+        """Return why the tokenizer cannot have made the token ids; empty if it can."""
+        messages = enumerate(self._episode.segments)
+        ids = np.concatenate([decode_ints(one.token_ids, f"segments[{index}].token_ids") for index, one in messages])
+        if 0 <= int(ids.min()) <= int(ids.max()) < env.num_ids:
+            return ""
+        return f"its token ids are in [{ids.min()}, {ids.max()}], those of the tokenizer in [0, {env.num_ids})"
 
     def _decoded(self, task: Task, env: Environment) -> list[Segment]:
         """Return the segments of an episode with token ids. A trained one without a mask is trained as a whole, and one
@@ -94,6 +112,19 @@ class GivenAgent(Agent):
         return found
 
 
+def _warn(task: Task, why: str) -> None:
+    _log.warning("given episode has no sample: task=%s reason=%s", task.task_id, why)
+
+
+def _why_too_long(env: Environment, length: int, num_segments: int) -> str:
+    """Return why an episode of this length cannot be trained as a whole; empty if it can."""
+    if length > env.context_tokens_max:
+        return f"it has {length} tokens, at most rollout.limits.context_tokens_max = {env.context_tokens_max} fit"
+    if num_segments > env.segments_left:
+        return f"it has {num_segments} segments, and rollout.limits.segments_max leaves {env.segments_left}"
+    return ""
+
+
 def _segment(message: types_pb2.Segment, tokens: IntArray) -> Segment:
     has_version = message.HasField("version")
     finish = FinishReason(message.finish)
@@ -118,14 +149,12 @@ def _text_of(env: Environment, segment: Segment) -> Message:
 
 
 def content_tags(env: Environment) -> list[str]:
-    """Return the tags that a turn may have as single tokens: those that are not special tokens, pairs <name> </name>,
-    and those of tool calls. No tag that ends a turn is one."""
+    """Return the tags that a turn may have as single tokens: those that are not special tokens, and those of
+    thoughts, answers and tool calls. No tag that ends a turn is one."""
     tags, ends = env.tags, env.format.turn_ends
     calls = [tag for tag in (env.format.tool_call_start, env.format.tool_call_end) if tag]
-    names = [tag[1:-1] for tag in tags if re.fullmatch(r"<\w+>", tag) and f"</{tag[1:]}" in tags]
-    pairs = [pair for name in names if not {*(pair := (f"<{name}>", f"</{name}>"))} & {*ends}]
-    plain = [tag for tag, special in tags.items() if not special]
-    return [tag for tag in dict.fromkeys([*calls, *plain, *(tag for pair in pairs for tag in pair)]) if tag not in ends]
+    content = [tag for tag, special in tags.items() if not special or tag in CONTENT]
+    return [tag for tag in dict.fromkeys([*calls, *content]) if tag not in ends]
 
 
 def _turn(env: Environment, text: str, *, ends: bool) -> IntArray:

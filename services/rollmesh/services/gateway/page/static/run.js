@@ -52,10 +52,10 @@ function samples(state) {
       : [];
   });
   const replayed = state.replay?.samples ?? {};
-  const others = (state.submitted_samples ?? []).map((one) => [one.source, number(one.groups), number(one.waiting), number(one.samples?.trained ?? 0), number(one.samples?.filtered ?? 0), number((one.samples?.stale ?? 0) + one.dropped)]);
+  const others = (state.submitted_samples ?? []).map((one) => [one.source, number(one.groups), number(one.waiting), number(one.dropped ?? 0), number(one.samples?.trained ?? 0), number(one.samples?.filtered ?? 0), number(one.samples?.stale ?? 0)]);
   return [table("Training samples by end", ["samples", "number", "share"], [["reserved", number(reserved), ""], ...rows]),
     replayed.reserved ? table("Replayed samples by end", ["samples", "number"], ["reserved", ...names].filter((name) => replayed[name]).map((name) => [name, number(replayed[name])])) : null,
-    others.length ? table("Samples that clients submitted", ["source", "groups", "waiting", "trained", "filtered", "too old"], others) : null,
+    others.length ? table("Samples that clients submitted", ["source", "groups", "groups waiting", "groups dropped as too old", "samples trained", "samples filtered", "samples stale"], others) : null,
     state.failed_attempts?.num ? h("p", { class: "notice" }, `${plural(state.failed_attempts.num, "failed attempt")} since the coordinator started. Newest: ${state.failed_attempts.cause}`) : null];
 }
 
