@@ -10,20 +10,25 @@ from typing import Any
 
 import pytest
 
+from rollmesh.app.backup.backup import BackupSource, write_backup
+from rollmesh.app.backup.backup_file import FORMAT, BackupAbout, FilePart, StreamPart, read_backup
 from rollmesh.services.coordinator.archiver import ArchiveFaultPoint, Archiver
 from rollmesh.services.coordinator.callers import QueuedInput
-from rollmesh.services.coordinator.config import ArchiveConfig
+from rollmesh.services.coordinator.config import ArchiveConfig, CoordinatorConfig
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
+from rollmesh.services.coordinator.core.fleet import Fleet, FleetConfig
+from rollmesh.services.coordinator.fact_codec import decode_record
 from rollmesh.services.coordinator.housekeeping import Housekeeper
 from rollmesh.services.coordinator.ledger import StoredRecord, read_ledger
 from rollmesh.services.coordinator.recovery import Recovered, recover
 from rollmesh.services.coordinator.run_storage import RunStorage
+from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot, encode_state
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
 from rollmesh.shared.bus.archive_segment import SegmentDamaged
-from rollmesh.shared.bus.bus import StreamSpec
+from rollmesh.shared.bus.bus import StreamRecord, StreamSpec
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.domain.ledger_head import EMPTY, record_hash
 from rollmesh.shared.errors import DiskFull, FailedPrecondition, PayloadTooLarge
@@ -185,17 +190,31 @@ async def test_a_recovery_while_a_segment_is_verified_leaves_it(tmp_path: Path) 
         await bench.ask(m.CreateRun, spec=SPEC)
         position = await fill(bench)
         before = await world.records()
-        recovering = asyncio.Event()
+        restored = asyncio.Event()
+        storage = RunStorage(world.bus, tmp_path / "runs", StreamLimits(ledger_bytes_max=LIMIT))
+        await storage.make("r")
+        outside: Any = None
+        runs = Runs(
+            storage,
+            outside,
+            Fleet(FleetConfig()),
+            clock=bench.clock,
+            ids=bench.ids,
+            config=CoordinatorConfig(),
+            on_failure=lambda *_: None,
+        )
+        plain = runs._make_driver("r", await storage.open("r"), SnapshotStore(tmp_path / "none"))._restore
 
-        async def restore(_: bool) -> Recovered:
-            recovering.set()
-            return await recover(log, SnapshotStore(tmp_path / "none"))
+        async def restore(ends: bool) -> Recovered:
+            recovered = await plain(ends)
+            restored.set()
+            return recovered
 
         async def fail(point: ArchiveFaultPoint) -> None:
             if point is ArchiveFaultPoint.VERIFIED:
                 bench.driver._restore = restore
                 bench.driver._go_back(PayloadTooLarge("too large"), QueuedInput(i.Tick(), 10**6))
-                await recovering.wait()
+                await restored.wait()
 
         segment = await Archiver(bench.driver, log, CONFIG, at=fail).step(position)
         assert segment is not None
@@ -413,3 +432,38 @@ async def test_a_record_with_a_sealed_segment_has_the_format_that_older_readers_
             message = events_pb2.LedgerRecord.FromString(record.payload)
             found[any(fact.HasField("archive_sealed") for fact in message.facts)].add(message.format)
         assert found == {True: {2}, False: {0}}
+
+
+async def test_a_backup_during_archiving_has_the_segments_that_its_records_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path / "archive")
+    about = BackupAbout(format=FORMAT, run="r", created_unix_s=0.0, config_yaml="", origin_json="", base_dir="")
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        await world.bus.create(run_streams("r").samples)
+        read_range = ArchivedLedger.read_range
+
+        async def overtaken(ledger: ArchivedLedger, from_seq: int = 1) -> AsyncIterator[StreamRecord]:
+            async for record in read_range(ledger, from_seq):
+                yield record
+                if record.seq == 3:
+                    monkeypatch.setattr(ArchivedLedger, "read_range", read_range)
+                    await archive(bench, log, position)
+
+        monkeypatch.setattr(ArchivedLedger, "read_range", overtaken)
+        summary = await write_backup(BackupSource(bus=world.bus, about=about, root=tmp_path), tmp_path / "file")
+    files = {part.path for part in read_backup(tmp_path / "file") if isinstance(part, FilePart)}
+    named = [
+        fact
+        for part in read_backup(tmp_path / "file")
+        if isinstance(part, StreamPart)
+        for record in part.records
+        for fact in decode_record(record.payload).facts
+        if isinstance(fact, f.ArchiveSealed)
+    ]
+    assert named
+    assert {fact.sha256[:16] for fact in named} == {path[-24:-8] for path in files}
+    assert summary.first_position == 1
+    assert summary.num_records["ledger"] == summary.position
