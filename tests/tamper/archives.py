@@ -5,17 +5,20 @@ The facts ArchiveSealed follow the last record of the run, so that every stored 
 
 from __future__ import annotations
 
+import hashlib
 import io
 import random
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
+import msgspec
+
 from rollmesh.services.coordinator.core.facts import ArchiveSealed, Fact
 from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
 from rollmesh.shared.bus.archive_files import ArchiveFiles, ArchiveSegment, file_sha256
-from rollmesh.shared.bus.archive_segment import SegmentReader, write_segment
+from rollmesh.shared.bus.archive_segment import MAGIC, Index, SegmentReader, write_segment
 from rollmesh.shared.bus.bus import StreamRecord
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.domain.ledger_head import CHECKSUM, EMPTY, LedgerHead, record_hash
@@ -141,12 +144,26 @@ def packed_again(rng: random.Random) -> Damage:
     return damage
 
 
+def without_blocks(rng: random.Random) -> Damage:
+    """Replace the index of a segment by one that names no block, with its SHA-256."""
+
+    def damage(files: ArchiveFiles) -> None:
+        segment = _one(rng, files)
+        index = Index(run="r", first=segment.first, last=segment.last, after="", blocks=())
+        text = msgspec.msgpack.encode(index)
+        end = len(text).to_bytes(4, "little") + hashlib.sha256(text).digest() + MAGIC
+        segment.path.write_bytes(MAGIC + text + end)
+
+    return damage
+
+
 DAMAGES: dict[str, Callable[[random.Random], Damage]] = {
     "archive: segment removed": removed,
     "archive: all segments removed": all_removed,
     "archive: segment cut off": cut_off,
     "archive: byte altered": byte_altered,
     "archive: segments swapped": swapped,
+    "archive: index without blocks": without_blocks,
     "archive: segment renamed": renamed,
     "archive: record rewritten, its segment rechained": rewritten,
     "archive: segment packed again": packed_again,

@@ -12,9 +12,14 @@ import pytest
 from rollmesh.services.gateway.page import feed as module
 from rollmesh.services.gateway.page.feed import IDLE_S, Feed, RunFeed
 from rollmesh.services.gateway.page.history import RunHistory
+from rollmesh.shared.bus.archive_bus import LostRecords
+from rollmesh.shared.bus.bus import StreamRecord
+from rollmesh.shared.bus.payload_bus import WrongHost
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.clock import ManualClock
-from rollmesh.shared.errors import UnknownRun
+from rollmesh.shared.domain.formats import NewerFormat
+from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
+from rollmesh.shared.errors import MeshError, UnknownRun
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import events_pb2 as ev
@@ -177,6 +182,22 @@ async def test_a_run_that_was_created_again_has_its_own_history() -> None:
         assert feed.history is before, "the same ledger is continued"
 
 
+@pytest.mark.parametrize("error", [LostRecords("segment lost"), NewerFormat("newer segment"), WrongHost("elsewhere")])
+async def test_archived_records_that_cannot_be_read_are_shown(
+    error: MeshError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world() as one:
+        await one.ledger("a")
+
+        async def follow(*_: object) -> AsyncIterator[StreamRecord]:
+            raise error
+            yield
+
+        monkeypatch.setattr(type(await one.bus.open(run_streams("a").ledger.name)), "follow", follow)
+        feed = await one.feed.run_feed("a")
+        await one.settle(lambda: feed.problem == error.message)
+
+
 async def test_a_value_of_a_newer_release_is_shown_by_its_number() -> None:
     reward = types_pb2.Reward(name="correct", value=1.0, segment=-1, outcome=77)  # type: ignore[arg-type]
     scored = ev.EpisodeScored(
@@ -196,7 +217,10 @@ async def test_a_value_of_a_newer_release_is_shown_by_its_number() -> None:
     ("payload", "what"),
     [
         (b"\xff\xff", "ledger record 2 of a cannot be read: "),
-        (ev.LedgerRecord(format=3).SerializeToString(), "ledger record 2 of a has format 3, and this release reads"),
+        (
+            ev.LedgerRecord(format=RECORD_FORMAT + 1).SerializeToString(),
+            f"ledger record 2 of a has format {RECORD_FORMAT + 1}, and this release reads",
+        ),
     ],
 )
 async def test_a_record_that_cannot_be_read_is_shown(payload: bytes, what: str) -> None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from rollmesh.services.coordinator.core.facts import EpisodeScored, Fact, PayloadRef, Reward, SampleMeta, TimeCounted
 from rollmesh.services.coordinator.fact_codec import encode_record
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger, LostRecords
 from rollmesh.shared.bus.archive_files import ArchiveFiles
-from rollmesh.shared.bus.archive_segment import BLOCK_BYTES, SegmentReader
+from rollmesh.shared.bus.archive_segment import BLOCK_BYTES, MAGIC, Index, SegmentDamaged, SegmentReader
 from rollmesh.shared.bus.bus import StreamRecord, UnknownRecord
+from rollmesh.shared.bus.embedded_server import EmbeddedServer
+from rollmesh.shared.bus.jetstream_bus import JetStreamBus
+from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.payload_bus import WrongHost
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.domain.formats import NewerFormat
@@ -148,6 +155,13 @@ async def test_a_record_that_does_not_follow_or_is_damaged_is_not_archived(tmp_p
     assert files.segments() == []
 
 
+def without_blocks(path: Path) -> None:
+    """Replace its index by one that has a valid SHA-256 and no blocks."""
+    index = Index(run="r", first=21, last=40, after="", blocks=())
+    text = msgspec.msgpack.encode(index)
+    path.write_bytes(MAGIC + text + len(text).to_bytes(4, "little") + hashlib.sha256(text).digest() + MAGIC)
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -178,6 +192,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (cut, "cut off"),
     (altered, "cannot be read"),
     (altered_index, "its index was altered"),
+    (without_blocks, "do not have its records in order"),
     (emptied, "cut off"),
     (moved, "another range than its name"),
 ]
@@ -229,12 +244,78 @@ async def test_a_process_on_another_host_learns_where_the_records_are(tmp_path: 
     assert [r.seq async for r in elsewhere.read_range(4)] == [4, 5]
 
 
+async def test_a_process_on_another_host_does_not_skip_records_that_move_while_it_reads(tmp_path: Path) -> None:
+    bus, found = MemoryBus(), list[int]()
+    log = await ArchiveBus(bus, tmp_path, writes=True).create(run_streams("r").ledger)
+    for record in records(5):
+        await log.append(record.payload, msg_id=record.msg_id, headers=record.headers)
+    elsewhere = await ArchiveBus(bus, None, writes=False).open(log.name)
+
+    async def read() -> None:
+        async for record in elsewhere.read_range():
+            found.append(record.seq)
+            if record.seq == 2:
+                await log.purge_below(5)
+
+    with pytest.raises(WrongHost, match="records 3 to 4 .* set `coordinator.archive.store: files`"):
+        await read()
+    assert found == [1, 2]
+
+
+async def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    written = records(5)
+    log = await ledger(tmp_path, written, 3)
+    assert log.files is not None
+    shutil.rmtree(log.files.folder)
+    log.files.folder.write_bytes(b"")
+    with pytest.raises(SegmentDamaged, match="cannot be listed: Not a directory"):
+        await log.read(2)
+
+
+async def test_only_the_owner_enters_the_folder_of_all_archives(tmp_path: Path) -> None:
+    log = await ledger(tmp_path / "archive", records(3), 2)
+    assert log.files is not None
+    (segment,) = log.files.segments()
+    modes = [path.stat().st_mode & 0o777 for path in (tmp_path / "archive", log.files.folder, segment.path)]
+    assert modes == [0o700, 0o700, 0o600]
+
+
+async def test_a_reader_of_jetstream_that_the_archiver_overtakes_gets_every_record(tmp_path: Path) -> None:
+    """It reads in batches, and the last record of its range is moved before it gets the second batch."""
+    login, written = BusLogin(user="u", password="p"), records(400, evidence_chars=0)
+    async with EmbeddedServer(tmp_path / "nats", login=login) as server:
+        bus = ArchiveBus(await JetStreamBus.connect(server.url, login=login), tmp_path / "archive", writes=True)
+        try:
+            log = await bus.create(run_streams("r").ledger)
+            assert isinstance(log, ArchivedLedger)
+            assert log.files is not None
+            appended = [
+                await log.append_pipelined(record.payload, msg_id=record.msg_id, headers=record.headers)
+                for record in written[:350]
+            ]
+            await asyncio.gather(*appended)
+            found = []
+            async for record in log.read_range():
+                found.append(record)
+                if record.seq == 1:
+                    for later in written[350:]:
+                        await log.append_pipelined(later.payload, msg_id=later.msg_id, headers=later.headers)
+                    await log.append(b"newest", msg_id="newest")
+                    log.files.write("r", 1, written, EMPTY)
+                    await log.purge_below(401)
+            assert [record.seq for record in found] == list(range(1, 402))
+            assert same(found[:400], written)
+        finally:
+            await bus.close()
+
+
 async def test_the_segments_of_a_deleted_run_are_removed(tmp_path: Path) -> None:
     bus = ArchiveBus(MemoryBus(), tmp_path, writes=True)
     log = await bus.create(run_streams("r").ledger)
     assert isinstance(log, ArchivedLedger)
     assert log.files is not None
     log.files.write("r", 1, records(3), EMPTY)
+    await log.append(records(1)[0].payload, msg_id="d-1")
     await bus.delete(log.name)
     assert log.files.segments() == []
     assert not log.files.folder.exists()

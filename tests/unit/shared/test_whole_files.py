@@ -55,4 +55,4 @@ def test_the_content_is_on_the_disk_before_the_file_has_its_name(
 
     monkeypatch.setattr(os, "fsync", synced)
     write_whole(tmp_path / "state.json", b"new")
-    assert seen == [("state.json.partial", False)]
+    assert seen == [("state.json.partial", False), (tmp_path.name, True)]

@@ -169,7 +169,8 @@ async def _copy(bus: Bus, run: str, kind: Kind, out: BackupWriter, *, after: int
 
 
 async def _copy_archive(source: BackupSource, out: BackupWriter, last: int) -> None:
-    """Copy the archive segments before the part of the ledger that was copied, of which `last` is the last record."""
+    """Copy the archive segments before the part of the ledger that was copied, of which `last` is the last record, and
+    those that it names, because the coordinator of a restored run purges their records."""
     ledger = await open_ledger(source.bus, source.about.run)
     at, first = 1, out.ledger_first
     if not last:
@@ -179,11 +180,15 @@ async def _copy_archive(source: BackupSource, out: BackupWriter, last: int) -> N
             f"records 1 to {first - 1} of {ledger.name} are in archive segments of the run's host, which this backup "
             "cannot read; run `rollmesh backup FILE --run FOLDER` there"
         )
-    while at < first:
-        assert source.root is not None
-        assert isinstance(ledger, ArchivedLedger)
-        assert ledger.files is not None
-        segment = await asyncio.to_thread(ledger.files.find, at)
+    if source.root is None or not isinstance(ledger, ArchivedLedger) or ledger.files is None:
+        return
+    named = {(fact.number, fact.sha256[:16]) for fact in out.sealed.values()}
+    archived = max((fact.last for fact in out.sealed.values()), default=0)
+    while at < first or at <= archived:
+        found = [s for s in await asyncio.to_thread(ledger.files.segments) if s.first == at]
+        segment = next((s for s in found if (s.number, s.digest) in named), found[0] if found else None)
+        if segment is None and at >= first:
+            return  # its records are in the stream, and stay there
         if segment is None:
             raise DataLoss(
                 f"the archive segment with record {at} of {ledger.name} is missing in {ledger.files.folder}; copy it "

@@ -3,7 +3,8 @@
     about.json                          what the backup is of
     samples/SEQ.msgpack ...             records of a stream in their order, as `StreamPart`; then ledger/..., dead/...
     files/PATH ...                      files of the run folder; a later one of the same name replaces the earlier one.
-                                        The records of the ledger before its first part are in files/archive/RUN/
+                                        The records of the ledger before its first part are in files/archive/RUN/,
+                                        with every segment that its parts name
     end.json                            head of the ledger, and the SHA-256 of all bytes of the file before this member
 
 The ledger's hash chain is verified when the file is written and when it is read, archive segments only when it is read.
@@ -25,6 +26,7 @@ from typing import IO, BinaryIO, Literal, NoReturn, Self, cast
 import msgspec
 
 from rollmesh.mesh.run_layout import ARCHIVE
+from rollmesh.services.coordinator.core.facts import ArchiveSealed
 from rollmesh.services.coordinator.ledger import check_record
 from rollmesh.shared.bus.archive_segment import check_segment
 from rollmesh.shared.bus.bus import StreamRecord
@@ -44,6 +46,7 @@ _ABOUT, _END, _FILES = "about.json", "end.json", "files/"
 _FORMAT_1 = b"rollmesh backup\n"
 _MEMBER_BYTES_MAX = 128 * 1024 * 1024
 """Maximum size of a member that is read whole. A part of a stream has at most `PART_BYTES` and one record."""
+_HASH_BYTES = 32
 
 
 class BackupAbout(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +146,11 @@ class BackupWriter:
     def ledger_first(self) -> int:
         """Sequence of the first ledger record that was added; 1 if none was."""
         return self._ledger.first
+
+    @property
+    def sealed(self) -> dict[int, ArchiveSealed]:
+        """The archive segments that the ledger records name that were added, by number."""
+        return self._ledger.sealed
 
     def add(self, part: BackupAbout | StreamPart) -> None:
         """Write a part. Raises DataLoss for a ledger record that does not follow the one before, DiskFull."""
@@ -303,12 +311,11 @@ def verify_backup(path: Path) -> tuple[BackupAbout, BackupSummary]:
                 records[part.kind] += len(part.records)
                 if part.kind == "ledger":
                     first_position = part.first_seq
-            case SegmentPart():
-                records["ledger"] += part.end.position - part.begin.position
             case FilePart():
                 files.add(part.path)
             case End():
                 end = part
+                records["ledger"] = part.head.position  # some may also be in segments
     assert about is not None, path
     assert end is not None, path
     return about, BackupSummary(
@@ -333,6 +340,10 @@ class _LedgerCheck:
         """Head after the records of the stream so far."""
         self._begin: LedgerHead | None = None
         """Head before the first record of the stream."""
+        self._hashes = bytearray()
+        """Hashes of the records of the stream so far."""
+        self.sealed: dict[int, ArchiveSealed] = {}
+        """The segments that these records name, by number."""
         self._archived = EMPTY
         """Head after the segments so far."""
 
@@ -353,12 +364,22 @@ class _LedgerCheck:
                     message = read_record(record.payload, self._path.name, record.seq)
                     self._begin = LedgerHead(position=record.seq - 1, hash=message.previous.hex())
                     self.head = self._begin
-                self.head = check_record(str(self._path), record, self.head).head
+                stored = check_record(str(self._path), record, self.head)
+                self.head = stored.head
+                self._hashes += bytes.fromhex(stored.hash)
+                self.sealed.update({fact.number: fact for fact in stored.facts if isinstance(fact, ArchiveSealed)})
 
     def finish(self) -> None:
-        """Raise DataLoss if the records of the stream do not follow the segments."""
-        if self._begin is not None and self._archived != self._begin:
+        """Raise DataLoss if the records of the stream do not follow the segments. Records may be in both: those of a
+        segment that was sealed while the stream was copied."""
+        if self._begin is not None and self._archived != self._head_at(self._begin, self._archived.position):
             self._raise_gap()
+
+    def _head_at(self, begin: LedgerHead, position: int) -> LedgerHead:
+        at = (position - begin.position) * _HASH_BYTES
+        if not 0 < at <= len(self._hashes):
+            return begin
+        return LedgerHead(position=position, hash=self._hashes[at - _HASH_BYTES : at].hex())
 
     def _raise_gap(self) -> NoReturn:
         raise DataLoss(

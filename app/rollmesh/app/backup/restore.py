@@ -28,16 +28,19 @@ from rollmesh.app.config import TrainConfig, load_train_config
 from rollmesh.app.run_bus import nats_of
 from rollmesh.app.run_folder import RESTORING, Origin, RunFolder, claim_folder, origin_now, run_config
 from rollmesh.mesh.changes import note_recorded, settings_of
-from rollmesh.mesh.run_layout import open_layout
+from rollmesh.mesh.run_layout import ARCHIVE, PAYLOADS, open_layout
 from rollmesh.mesh.run_lock import owned
 from rollmesh.shared.bus.bus import StreamLog, StreamRecord, StreamSpec
 from rollmesh.shared.bus.jetstream_bus import JetStreamBus
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.errors import AlreadyExists, DataLoss
 from rollmesh.shared.store.disk import disk_full_errors
+from rollmesh.shared.store.private_files import private_opener
 from rollmesh.shared.store.whole_files import write_whole
 
 _PENDING_MAX = 256
+_PRIVATE = (f"{ARCHIVE}/", f"{PAYLOADS}/", "coordinator/")
+"""Files that only their owner can read."""
 
 
 class _Marker(msgspec.Struct, frozen=True):
@@ -178,7 +181,9 @@ class _StreamWriter:
 def _write_part(root: Path, part: FilePart) -> None:
     target = root / part.path
     with disk_full_errors(root):
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with target.open("r+b" if part.offset else "wb") as file:
+        for folder in reversed(Path(part.path).parents):
+            (root / folder).mkdir(exist_ok=True, mode=0o700)
+        is_private = part.path.startswith(_PRIVATE)
+        with open(target, "r+b" if part.offset else "wb", opener=private_opener if is_private else None) as file:
             file.seek(part.offset)
             file.write(part.data)

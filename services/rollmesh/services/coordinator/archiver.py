@@ -2,8 +2,12 @@
 
     segment durable -> read back and compared -> ArchiveSealed stored -> stream purged below it
 
-After a crash between two of these steps the records are still in the stream, or the ledger names their segment. So
-`drop_unsealed` removes segments that the ledger does not name, and `step` first completes the purge.
+After a crash between two of these steps the records are still in the stream, or the ledger names their segment, and
+`step` first completes the purge. The stream is purged only below records that a segment has.
+
+A file that a crash or a fenced coordinator left is removed once the ledger names another segment with its number: no
+coordinator can seal it any more. Files with records of another ledger are never removed, and nothing is archived beside
+them.
 """
 
 from __future__ import annotations
@@ -16,13 +20,15 @@ from contextlib import aclosing
 from rollmesh.services.coordinator.config import ArchiveConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core.facts import ArchiveSealed
-from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.driver import RunDriver
+from rollmesh.services.coordinator.ledger import stored_bytes
 from rollmesh.shared.bus.archive_bus import ArchivedLedger
-from rollmesh.shared.bus.archive_files import ArchiveFiles
-from rollmesh.shared.bus.bus import StreamInfo, StreamLog, StreamRecord
+from rollmesh.shared.bus.archive_files import ArchiveFiles, ArchiveSegment
+from rollmesh.shared.bus.archive_segment import SegmentDamaged
+from rollmesh.shared.bus.bus import StreamInfo, StreamLog, StreamRecord, UnknownRecord
+from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_facts import read_record
-from rollmesh.shared.domain.ledger_head import LedgerHead
+from rollmesh.shared.domain.ledger_head import LedgerHead, record_hash
 from rollmesh.shared.process.fault_points import FaultPoint, Hook, noop
 
 _log = logging.getLogger(__name__)
@@ -61,7 +67,11 @@ class Archiver:
         self._at = at
         self._behind = -1
         """Position of the snapshot behind which there were too few records for a segment."""
-        self._warned = False
+        self._warnings: set[str] = set()
+
+    def needs_snapshot(self, snapshot_position: int) -> bool:
+        """Return whether the stream holds more than its share, and too little of it is behind the newest snapshot."""
+        return self._behind == snapshot_position
 
     async def step(self, snapshot_position: int) -> ArchiveSealed | None:
         """Purge what is archived, and archive one segment of records up to the snapshot if the stream holds more than
@@ -72,33 +82,39 @@ class Archiver:
         archived, number = await self._driver.read(lambda core, _: (core.state.archived, core.state.num_segments))
         info = await ledger.info()
         if info.deny_purge:
-            self._warn_of_old_stream()
+            self._warn_once(
+                f"{ledger.name} was created by a release without archives, so that NATS never removes its records: "
+                "they stay in the stream until the run is deleted"
+            )
             return None
-        await self._purge(ledger, info, archived)
+        if not await self._purge(ledger, ledger.files, info, archived):
+            return None
         held = info if info.first_seq > archived else await ledger.info()
         if held.num_bytes <= self._config.from_share * held.bytes_max or self._behind == snapshot_position:
             return None
-        if not self._may_archive():
+        if not self._may_archive() or await self._is_beside_others(ledger, ledger.files, number):
             return None
         records = await self._oldest(ledger, archived + 1, snapshot_position, held.bytes_max)
         if not records:
             self._behind = snapshot_position
             return None
         segment = await self._sealed(ledger.files, number + 1, records)
-        await self._purge(ledger, held, segment.last)
+        await self._drop_leftovers(ledger, ledger.files, segment, held.first_seq)
+        await self._purge(ledger, ledger.files, held, segment.last)
         return segment
 
     async def _oldest(self, ledger: ArchivedLedger, first: int, last: int, bytes_max: int) -> list[StreamRecord]:
         """Return the records of the next segment; none if those up to `last` are too few."""
-        enough = min(self._config.segment_bytes, int(self._config.from_share * bytes_max / 2))
-        records, num_bytes = list[StreamRecord](), 0
+        enough_stored = self._config.from_share * bytes_max / 2
+        records, num_bytes, num_stored = list[StreamRecord](), 0, 0
         async with aclosing(ledger.read_range(first)) as found:
             async for record in found:
                 if record.seq > last:
                     return []
                 records.append(record)
                 num_bytes += len(record.payload)
-                if num_bytes >= enough:
+                num_stored += stored_bytes(ledger.name, record.payload, record.msg_id)
+                if num_bytes >= self._config.segment_bytes or num_stored >= enough_stored:
                     return records
         return []
 
@@ -121,26 +137,57 @@ class Archiver:
         _log.info("records archived: run=%s segment=%d records=%d-%d", run, number, segment.first, segment.last)
         return segment
 
-    async def _purge(self, ledger: ArchivedLedger, info: StreamInfo, archived: int) -> None:
+    async def _purge(self, ledger: ArchivedLedger, files: ArchiveFiles, info: StreamInfo, archived: int) -> bool:
+        """Purge what is archived. Return False if a segment is missing, so that its records must stay in the stream."""
         if info.first_seq > archived:
-            return
+            return True
+        covered = await asyncio.to_thread(files.covered, info.first_seq)
+        if covered < archived:
+            self._warn_once(
+                f"the archive segment of records {covered + 1} to {archived} of {ledger.name} is missing in "
+                f"{files.folder}: these records stay in the stream, and no more are archived; copy the segment from "
+                "the run folder or the backup that has it into this folder"
+            )
+            return False
         await ledger.purge_below(archived + 1)
         await self._driver.measure_ledger()
         await self._at(ArchiveFaultPoint.PURGED)
+        return True
 
-    def _warn_of_old_stream(self) -> None:
-        if not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s was created by a release without archives, so that NATS never removes its records: they stay in "
-                "the stream until the run is deleted",
-                self._ledger.name,
-            )
+    async def _is_beside_others(self, ledger: ArchivedLedger, files: ArchiveFiles, number: int) -> bool:
+        """Return whether the folder has segments of another ledger after segment `number`, and log that."""
+        for segment in await asyncio.to_thread(files.segments):
+            if segment.number > number and not await self._is_of(ledger, files, segment):
+                self._warn_once(
+                    f"{segment.path} is not a segment of {ledger.name}, or is damaged: it stays, and nothing is "
+                    "archived. It may belong to the same run on another NATS. Move it to another folder if this "
+                    "ledger is the right one"
+                )
+                return True
+        return False
 
+    async def _drop_leftovers(
+        self, ledger: ArchivedLedger, files: ArchiveFiles, sealed: ArchiveSealed, first_seq: int
+    ) -> None:
+        """Remove the other files with the number of a sealed segment, unless they have records that neither the segment
+        nor the stream has: the stream may have lost its newest records, and with them a fact, in a power loss."""
+        for segment in await asyncio.to_thread(files.segments):
+            is_left = segment.number == sealed.number and not sealed.sha256.startswith(segment.digest)
+            is_stored = segment.last <= sealed.last or first_seq <= sealed.last + 1
+            if is_left and is_stored and await self._is_of(ledger, files, segment):
+                await asyncio.to_thread(segment.path.unlink, missing_ok=True)
+                _log.info("archive segment removed, because the ledger names another: file=%s", segment.path)
+        await asyncio.to_thread(files.drop_partial, sealed.number)
 
-async def drop_unsealed(ledger: StreamLog, state: State) -> None:
-    """Remove the segments that a recovered ledger does not name."""
-    if isinstance(ledger, ArchivedLedger) and ledger.writes and ledger.files is not None:
-        first_seq = (await ledger.info()).first_seq
-        for segment in await asyncio.to_thread(ledger.files.drop_unsealed, state.num_segments, first_seq):
-            _log.info("archive segment removed, because the ledger does not name it: file=%s", segment.path)
+    async def _is_of(self, ledger: ArchivedLedger, files: ArchiveFiles, segment: ArchiveSegment) -> bool:
+        """Return whether the last record of a segment is in the ledger."""
+        try:
+            end = await asyncio.to_thread(files.end, segment)
+            return record_hash((await ledger.read(end.position)).payload) == end.hash
+        except (SegmentDamaged, NewerFormat, UnknownRecord):
+            return False
+
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warnings:
+            self._warnings.add(warning)
+            _log.warning("%s", warning)

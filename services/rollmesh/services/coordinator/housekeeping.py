@@ -78,12 +78,11 @@ class Housekeeper:
         """Run periodically. Failed work is retried in the next period."""
         while True:
             await self._clock.sleep(self._limits.housekeeping_s)
-            try:
-                await self.snapshot_if_due()
-                await self.archive()
-                await self.purge()
-            except (MeshError, OSError) as error:
-                _log.warning("housekeeping failed, will retry: run=%s: %s", self._driver.run, error)
+            for work in (self.snapshot_if_due, self.purge, self.archive):
+                try:
+                    await work()
+                except (MeshError, OSError) as error:  # the other work does not need it
+                    _log.warning("housekeeping failed, will retry: run=%s: %s", self._driver.run, error)
 
     async def snapshot_if_due(self) -> bool:
         """Write a snapshot if `snapshot_records` have been stored since the last one."""
@@ -98,8 +97,11 @@ class Housekeeper:
         return True
 
     async def archive(self) -> None:
-        """Archive one segment of the records behind the newest snapshot if that is due."""
+        """Archive one segment of the records behind the newest snapshot if that is due. If too few records are behind
+        it, first write another one: `snapshot_records` large records may be more than the stream can hold."""
         if self._archiver is not None:
+            if self._archiver.needs_snapshot(self._snapshot_position):
+                await self._snapshot(records=1)
             await self._archiver.step(self._snapshot_position)
 
     async def put_away(self) -> None:

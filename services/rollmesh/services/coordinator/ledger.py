@@ -106,7 +106,7 @@ class Ledger:
         record_id = self._ids.new("d")
         payload = encode_record(record_id, self._clock.wall_s(), facts, self.head.hash)
         hashed = record_hash(payload)
-        num_bytes = len(payload) + len(record_id) + 2 * len(self._log.name) + _OVERHEAD_BYTES
+        num_bytes = stored_bytes(self._log.name, payload, record_id)
         if self._num_bytes + num_bytes > self._bytes_max:
             raise LedgerFull(self.full, ledger=self._log.name)
         stored = await self._log.append_pipelined(
@@ -157,6 +157,11 @@ class Ledger:
             "it is started again: check that NATS runs, and that its disk has room",
             ledger=self._log.name,
         )
+
+
+def stored_bytes(name: str, payload: bytes, record_id: str) -> int:
+    """Return an upper limit of the bytes that a record uses in the stream `name`."""
+    return len(payload) + len(record_id) + 2 * len(name) + _OVERHEAD_BYTES
 
 
 async def read_ledger(log: StreamLog, after: LedgerHead = EMPTY) -> AsyncIterator[StoredRecord]:

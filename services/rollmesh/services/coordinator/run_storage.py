@@ -77,7 +77,7 @@ class RunStorage:
                 await self._bus.create(spec)
         except BaseException as error:
             for name in created:
-                await asyncio.shield(self._bus.delete(name))
+                await asyncio.shield(self._delete_made(name))
             if isinstance(error, DiskFull):
                 raise _disk_full(run, self._limits, error) from error
             raise
@@ -122,6 +122,11 @@ class RunStorage:
             found = True
             await asyncio.to_thread(shutil.rmtree, folder)
         return found
+
+    async def _delete_made(self, stream: str) -> None:
+        """Remove an empty stream if it was created. A bus also removes the files of a stream that does not exist."""
+        if await self._exists(stream):
+            await self._bus.delete(stream)
 
     async def _exists(self, stream: str) -> bool:
         try:

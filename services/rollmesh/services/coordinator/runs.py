@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
-from rollmesh.services.coordinator.archiver import Archiver, drop_unsealed
+from rollmesh.services.coordinator.archiver import Archiver
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -349,7 +349,6 @@ class Runs:
 
         async def restore(ends: bool) -> Recovered:
             recovered = await recover(streams.ledger, store)
-            await drop_unsealed(streams.ledger, recovered.state)
             if ends or recovered.state.ended:
                 try:
                     await self._storage.shrink(run)  # with room in its ledger again

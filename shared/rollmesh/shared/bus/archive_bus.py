@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from pathlib import Path
-from typing import Unpack
+from typing import Unpack, cast
 
 from rollmesh.shared.bus.archive_files import ArchiveFiles, ArchiveSegment
 from rollmesh.shared.bus.archive_segment import SegmentDamaged
@@ -23,6 +23,7 @@ from rollmesh.shared.bus.bus import (
     StreamRecord,
     StreamSpec,
     UnknownRecord,
+    UnknownStream,
 )
 from rollmesh.shared.bus.payload_bus import WrongHost
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
@@ -108,13 +109,16 @@ class ArchivedLedger:
                 async for record in archived:
                     yield record
                     at = record.seq + 1
-            async for record in tail(at):
-                if record.seq > at and await self._find(at) is not None:
-                    break  # records moved to a segment meanwhile
-                yield record
-                at = record.seq + 1
-            else:
-                return
+            async with aclosing(cast("AsyncGenerator[StreamRecord, None]", tail(at))) as stored:
+                async for record in stored:
+                    if record.seq > at and (self.files is None or await self._find(at) is not None):
+                        break  # records moved to a segment meanwhile
+                    yield record
+                    at = record.seq + 1
+                else:
+                    # A range ends at the record that was the newest when it began, which may have moved.
+                    if at >= (await self._stream.info()).first_seq:
+                        return
 
     async def _archived(self, at: int, *, evidence: bool) -> AsyncGenerator[StreamRecord, None]:
         """Yield the records from `at` on that the stream no longer has."""
@@ -125,8 +129,8 @@ class ArchivedLedger:
                 if self.files is None:
                     raise WrongHost(
                         f"records {at} to {first_seq - 1} of {self.name} are in archive segments of the run's host, "
-                        "which this process does not have; run the service or the command there, or resume the run "
-                        "with `coordinator.archive.store: off`"
+                        "which this process does not have; run the service or the command there, or share the run "
+                        "folder and set `coordinator.archive.store: files`"
                     )
                 later = min((s.first for s in await asyncio.to_thread(self.files.segments) if s.first > at), default=0)
                 last = min(later or first_seq, first_seq) - 1
@@ -175,8 +179,14 @@ class ArchiveBus:
         return await self._bus.names()
 
     async def delete(self, name: str) -> None:
+        """Remove also the segments, unless the ledger never had a record: they are then those of another NATS."""
+        run = run_of_ledger(name)
+        try:
+            is_new = bool(run) and (await (await self._bus.open(name)).info()).last_seq == 0
+        except UnknownStream:
+            is_new = False  # an earlier call removed the stream
         await self._bus.delete(name)
-        if (run := run_of_ledger(name)) and self._folder is not None:
+        if run and self._folder is not None and not is_new:
             await asyncio.to_thread(ArchiveFiles(self._folder / run).remove_all)
 
     async def close(self) -> None:

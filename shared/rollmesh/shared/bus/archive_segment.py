@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import BinaryIO
 
 import msgspec
@@ -213,9 +214,13 @@ class SegmentReader:
             if hashlib.sha256(text).digest() != tail[4 : -len(MAGIC)]:
                 raise self._damaged("its index was altered")
             check_format(f"archive segment {self._name}", msgspec.msgpack.decode(text, type=_Format).format, FORMAT)
-            return msgspec.msgpack.decode(text, type=Index)
+            index = msgspec.msgpack.decode(text, type=Index)
         except (OSError, *UNDECODABLE) as error:
             raise self._damaged(str(error)) from error
+        firsts = [block.first for block in index.blocks]
+        if firsts[:1] != [index.first] or any(a >= b for a, b in pairwise((*firsts, index.last + 1))):
+            raise self._damaged("the blocks of its index do not have its records in order")
+        return index
 
     def _read_block(self, block: Block, *, evidence: bool) -> tuple[list[StreamRecord], str]:
         """Return the records of a block, and the hash of the last one."""

@@ -27,11 +27,22 @@ def whole_file(path: Path, *, private: bool = True) -> Iterator[Path]:
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-    finally:
+    except BaseException:
         partial.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
 
 
 def write_whole(path: Path, content: bytes, *, private: bool = True) -> None:
     """Write a file as `whole_file` does."""
     with whole_file(path, private=private) as partial:
         partial.write_bytes(content)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -24,6 +24,7 @@ from rollmesh.services.gateway.page.history import RunHistory
 from rollmesh.services.gateway.page.plain import plain
 from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, StreamLog, UnknownRecord, UnknownStream
+from rollmesh.shared.bus.payload_bus import WrongHost
 from rollmesh.shared.bus.run_streams import run_of_ledger, run_streams
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.formats import NewerFormat
@@ -175,17 +176,16 @@ class RunFeed:
                     self.caught_up.clear()
                 self._note_position()
                 async for record in log.follow(self.history.position + 1):
-                    try:
-                        self.history.enter(read_record(record.payload, self.run, record.seq), record.seq)
-                    except (DataLoss, NewerFormat) as error:
-                        self._report(error.message)
-                        return
+                    self.history.enter(read_record(record.payload, self.run, record.seq), record.seq)
                     self._newest_id = record.msg_id
                     self._note_position()
                     if record.seq % 50 == 0:
                         await asyncio.sleep(0)  # buffered records do not wait
             except UnknownStream:
                 self._report("the ledger of this run is not on the bus of this gateway")
+                return
+            except (DataLoss, NewerFormat, WrongHost) as error:  # of archived records
+                self._report(error.message)
                 return
             except MeshError as error:
                 _log.debug("ledger of the page interrupted: run=%s cause=%s", self.run, error)
