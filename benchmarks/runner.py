@@ -29,6 +29,7 @@ BENCHES = (
     "time_to_success",
     "recipes",
     "scorers",
+    "judge",
 )
 """Modules of this package, imported on demand, because some load torch and transformers."""
 BY_NAME = ("swarm", "vllm", "race", "weights", "publish_to_active", "open_connections", "task_files")
