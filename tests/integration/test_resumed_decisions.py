@@ -1,5 +1,5 @@
 """A run with a graph of scorers, rewards of the environment, rewards asked for in the episode and dropped members is
-killed and resumed, and decides what the run that nobody interrupted decides."""
+killed and resumed, and decides what an uninterrupted run decides."""
 
 from __future__ import annotations
 
