@@ -15,6 +15,7 @@ from rollmesh.shared.store.payload_files import REPLAY
 from rollmesh.trainer.trained_log import read_trained
 from tests.chaos.world import mesh_config, save_model_folder
 
+from .coordinator_mesh import eventually
 from .test_mesh import Operator, policy
 
 UPDATES = 9
@@ -26,11 +27,17 @@ RUN: dict[str, Any] = {
 
 async def test_a_resumed_run_replays_samples_whose_files_are_removed(tmp_path: Path) -> None:
     model, folder = save_model_folder(tmp_path / "model"), tmp_path / "run"
+    copies = folder / "payloads" / "chaos" / REPLAY
     async with Mesh(mesh_config(model, **RUN, updates_max=50), run_dir=folder) as mesh:
         await Operator(mesh).until(lambda state: policy(state).checkpoint_update >= 3 and state.replay.groups > 0)
     async with Mesh(mesh_config(model, **RUN, updates_max=UPDATES), run_dir=folder) as mesh:
         operator = Operator(mesh)
         await operator.finished()
+
+        async def put_away() -> bool:
+            return copies.is_dir() and not any(file.stat().st_size for file in copies.parent.glob("*.payloads"))
+
+        await eventually(put_away)
         state = await operator.state()
         facts = await operator.facts()
         assert mesh.nats is not None
@@ -49,5 +56,4 @@ async def test_a_resumed_run_replays_samples_whose_files_are_removed(tmp_path: P
     trained = [name for update in read_trained(newest / "trained.jsonl") for name in update.sample_ids]
     again = {one.sample_id for fact in facts if isinstance(fact, f.SamplesReplayed) for one in fact.samples}
     assert len(again & set(trained)) == report.replay.samples.trained > UPDATES
-    copies = list((folder / "payloads" / mesh.run / REPLAY).iterdir())
-    assert 0 < len(copies) <= 16, "the payloads of the log, and no others"
+    assert 0 < len(list(copies.iterdir())) <= 16, "the payloads of the log, and no others"

@@ -51,8 +51,11 @@ def rechained(records: Iterable[RawRecord]) -> list[RawRecord]:
     previous = ""
     for raw in records:
         record = events_pb2.LedgerRecord.FromString(raw.payload)  # its facts need not be consistent
-        record.previous = bytes.fromhex(previous)
-        chained.append(sealed(RawRecord(payload=record.SerializeToString(), msg_id=record.record_id)))
+        payload = raw.payload
+        if record.previous != bytes.fromhex(previous):  # else the bytes stay: the order of a map is not that of before
+            record.previous = bytes.fromhex(previous)
+            payload = record.SerializeToString()
+        chained.append(sealed(RawRecord(payload=payload, msg_id=record.record_id)))
         previous = record_hash(chained[-1].payload)
     return chained
 

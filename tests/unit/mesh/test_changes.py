@@ -125,6 +125,7 @@ def test_the_file_and_the_recorded_spec_agree_on_what_may_change() -> None:
             "eval_s_max",
         ),
         *("eval_every", "updates_max", "seconds_max", "success_target", "tokens_max", "stall_s", "external_sources"),
+        "foreign",
     }
 
 

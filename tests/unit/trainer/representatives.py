@@ -23,7 +23,7 @@ def kinds_of(config: MeshConfig) -> set[str]:
 
 REPRESENTATIVES = (
     "ace", "archer", "clip_cov", "doctor_agent", "dr_po", "grpo_adaptive_kl", "grpo_entropy_target",
-    "grpo_router_replay", "mssr", "otr", "pf_ppo", "red", "rep_exp", "riql", "risk_po", "rover", "seeupo", "siren",
+    "grpo_router_replay", "mssr", "otr", "pf_ppo", "recap", "red", "rep_exp", "riql", "risk_po", "rover", "seeupo", "siren",
     "spa", "text_feedback", "v0", "vcpo", "verl_rank", "wsrl",
 )  # fmt: skip
 """`tests/integration/test_exact_resume.py` compares them with the recipes."""

@@ -81,6 +81,8 @@ class Purpose(IntEnum):
     TRAIN = 1
     EVAL = 2
     EXPORT = 3
+    REPLAY = 4
+    """The account of replayed samples. No episode has it."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
