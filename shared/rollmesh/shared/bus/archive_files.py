@@ -29,7 +29,6 @@ from rollmesh.shared.store.whole_files import sync_folder
 _NAME = re.compile(r"(\d{8})-(\d{12})-(\d{12})-([0-9a-f]{16})\.archive")
 _PARTIAL = re.compile(r"(\d{8})-[0-9a-f]{16}\.partial")
 """A segment that is being written, by its number."""
-_READ_BYTES = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,8 +181,5 @@ def _content(record: StreamRecord) -> tuple[int, bytes, str]:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file, lower-case hex."""
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while data := file.read(_READ_BYTES):
-            digest.update(data)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
