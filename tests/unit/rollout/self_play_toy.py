@@ -2,12 +2,16 @@
 
 The proposer writes one of six questions, whose level is its first word, or one that cannot be answered. A solver is
 right with the probability of its skill at the level. Skills and choices of the proposer are the logits of one policy.
+
+`python -m tests.unit.rollout.self_play_toy` compares it with a proposer that is not trained (benchmarks/README.md).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Mapping
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -161,3 +165,23 @@ def _next(turn: str, whole: str) -> Mapping[str, float]:
     """Return the next token of `whole`, which begins with the turn."""
     rest = whole.removeprefix(turn)
     return {rest[: rest.index(">") + 1] if rest.startswith("<") else rest[0]: 1.0}
+
+
+async def trained(seed: int, *, fixed: bool, updates: int = 20) -> SelfPlayToy:
+    """Return a toy after `updates` updates of 8 questions."""
+    toy = SelfPlayToy(seed=seed, fixed=fixed)
+    for number in range(updates):
+        await toy.update(number)
+    return toy
+
+
+if __name__ == "__main__":
+    differences = list[float]()
+    for seed in range(10):
+        played, uniform = [asyncio.run(trained(seed, fixed=fixed)) for fixed in (False, True)]
+        differences.append(played.accuracy - uniform.accuracy)
+        print(
+            f"seed {seed}: accuracy {played.accuracy:.3f}, with a uniform proposer {uniform.accuracy:.3f}; the proposer "
+            f"asks the hardest level {played.chosen()[LEVELS[-1]]:.2f}, the unanswerable {played.chosen()[UNANSWERABLE]:.2f}"
+        )
+    print(f"difference {fmean(differences):+.3f} ± {stdev(differences) / len(differences) ** 0.5:.3f}")
