@@ -67,7 +67,7 @@ def run(quick: bool) -> Report:
 async def _run(repetitions: int, lap_s: float) -> Report:
     report = Report("judge", f"{OPEN} samples with a judge that answers after 1 s; laps of {lap_s} s: {repetitions}")
     laps: dict[bool, list[tuple[float, float, float]]] = {False: [], True: []}
-    async with _judge() as url:
+    async with judge_server() as url:
         judge = {"kind": "openai", "base_url": url, "model": "judge", "concurrency": OPEN}
         table = {"judge": config_from_dict(EndpointConfig, judge)}
         config = config_from_dict(RewardConfig, REWARDS)
@@ -91,7 +91,7 @@ async def _run(repetitions: int, lap_s: float) -> Report:
 
 
 @asynccontextmanager
-async def _judge() -> AsyncIterator[str]:
+async def judge_server() -> AsyncIterator[str]:
     """Run the judge in a process, and yield its URL."""
     words = (sys.executable, "-c", JUDGE)
     process = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)

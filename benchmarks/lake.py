@@ -3,7 +3,8 @@ bytes, and memory.
 
 The facts of an ordinary run (`history`) are in the ledger of a real nats-server, and its payloads, of 450 tokens each,
 in payload files. The baseline in the same run reads the same ledger twice and the same payloads, without decoding the
-payloads or writing anything. The scorer is `exact`, in one process.
+payloads or writing anything. The scorer is `exact`, in one process. A second column of the smaller runs is by a judge:
+an endpoint that answers after a second, with 64 calls at once.
 
 How to read it: `peak MB` is that of the export, of which the process had `before MB`; it must not grow with the number
 of samples. Samples per second are limited by one CPU core. `open s` is what every query needs before its statement.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Coroutine
 from dataclasses import replace
@@ -24,6 +26,7 @@ import numpy as np
 from msgspec.structs import replace as replace_fields
 
 from benchmarks.history import CHECKPOINT_EVERY, SAMPLES_PER_UPDATE, SPEC, History
+from benchmarks.judge import OPEN, judge_server
 from benchmarks.report import Report
 from rollmesh.app.lake.export import READS_MAX, export_samples
 from rollmesh.app.lake.query import SampleTables, opened
@@ -53,6 +56,16 @@ data: {source: {name: jsonl, options: {path: tasks.jsonl}}}
 reward: {scorers: [{name: exact, reward: again, options: {pattern: '-?[0-9]+'}}]}
 """
 """The scorer that adds a column."""
+JUDGED_CONFIG = """
+model: model
+data: {{source: {{name: jsonl, options: {{path: tasks.jsonl}}}}}}
+endpoints: {{judge: {{kind: openai, base_url: "{url}", model: judge, concurrency: {num_open}}}}}
+reward:
+  concurrency_max: {num_open}
+  scorers: [{{name: rubric, reward: judged, options: {{criteria: [{{criterion: It is right.}}]}}}}]
+"""
+NUM_JUDGED_MAX = 20_000
+"""Samples of a run that the judge rates: 64 per second."""
 LOGIN = BusLogin(user="rollmesh", password="bench")
 SQL = 'SELECT "update", count(*), avg(reward.correct), avg(num_tokens) FROM samples GROUP BY "update"'
 SQL_TOKENS = "SELECT avg(list_sum(logprobs)) FROM samples"
@@ -152,7 +165,8 @@ async def _exported(folder: Path, bus: Bus, num_samples: int) -> dict[str, Any]:
     peak_mb = _peak_mb()
     _, again_cpu_s = await _timed(export_samples(bus, SPEC.run, folder / "lake"))
     paths = list((folder / "lake").rglob("*.parquet"))
-    score_s, score_cpu_s = await _timed(asyncio.to_thread(_score, folder))
+    score_s, score_cpu_s = await _timed(asyncio.to_thread(_score, folder, "again", CONFIG))
+    judged_s, judged_cpu_s = await _timed(_judge(folder)) if num_samples <= NUM_JUDGED_MAX else (math.nan, math.nan)
     begin_s = time.perf_counter()
     with opened(folder / "lake") as tables:
         open_s = time.perf_counter() - begin_s
@@ -178,6 +192,8 @@ async def _exported(folder: Path, bus: Bus, num_samples: int) -> dict[str, Any]:
         "column s": score_s,
         "column, CPU s": score_cpu_s,
         "query of the column s": scores_s,
+        "column by a judge s": judged_s,
+        "column by a judge, CPU s": judged_cpu_s,
     }
 
 
@@ -210,12 +226,17 @@ async def _timed(work: Coroutine[Any, Any, object]) -> tuple[float, float]:
     return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
 
 
-def _score(folder: Path) -> None:
+def _score(folder: Path, name: str, config: str) -> None:
     tasks = [{"question": f"{n}?", "answer": "63"} for n in range(NUM_TASKS)]
     (folder / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
-    (folder / "score.yaml").write_text(CONFIG)
-    scores = score_exported(folder / "lake", folder / "score.yaml", (), name="again", processes=1)
-    assert scores.mean_rewards == {"again": 1.0}
+    (folder / f"{name}.yaml").write_text(config)
+    scores = score_exported(folder / "lake", folder / f"{name}.yaml", (), name=name, processes=1)
+    assert scores.mean_rewards == {name: 1.0}
+
+
+async def _judge(folder: Path) -> None:
+    async with judge_server() as url:
+        await asyncio.to_thread(_score, folder, "judged", JUDGED_CONFIG.format(url=url, num_open=OPEN))
 
 
 def _query(tables: SampleTables, sql: str) -> float:
