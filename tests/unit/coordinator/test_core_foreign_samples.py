@@ -34,7 +34,7 @@ from rollmesh.shared.errors import BeyondBound, InvalidInput, RunEnded, SampleCo
 
 from .core_run import NAMES, CoreRun
 
-LIMITS = i.SampleLimits(groups_max=100, waiting_max=10, waiting_bytes_max=10_000)
+LIMITS = i.SubmissionLimits(total_max=100, waiting_max=10, waiting_bytes_max=10_000)
 PEER = SegmentSource.PEER
 
 
@@ -306,7 +306,7 @@ def test_quotas_and_the_end_of_the_run() -> None:
         submit(run, *(group(f"l{n}") for n in range(5)))
     assert caught.value.retry_after_s
     run = begun()
-    small = i.SampleLimits(groups_max=1, waiting_max=10, waiting_bytes_max=10_000)
+    small = i.SubmissionLimits(total_max=1, waiting_max=10, waiting_bytes_max=10_000)
     submit(run, group("a"), limits=small)
     with pytest.raises(SampleQuota, match="groups_max") as caught:
         submit(run, group("b"), limits=small)
@@ -315,7 +315,7 @@ def test_quotas_and_the_end_of_the_run() -> None:
         submit(
             run,
             group("b"),
-            limits=i.SampleLimits(groups_max=9, waiting_max=9, waiting_bytes_max=9, ledger_bytes_left=3),
+            limits=i.SubmissionLimits(total_max=9, waiting_max=9, waiting_bytes_max=9, ledger_bytes_left=3),
         )
     run.ask(m.StopRun, reason="")
     assert submit(run, group("a")).num_added == 0
@@ -339,7 +339,7 @@ def finish(run: CoreRun) -> None:
     """Declare that no task follows."""
     run.ask(
         i.SubmitTasks, submission="x", tasks=(), answer_keys=(), finish=True,
-        limits=i.SubmissionLimits(tasks_max=1, open_max=1, open_bytes_max=1),
+        limits=i.SubmissionLimits(total_max=1, waiting_max=1, waiting_bytes_max=1),
     )  # fmt: skip
 
 

@@ -170,7 +170,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         if request.tasks:
             validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
         limits = i.SubmissionLimits(
-            tasks_max=quotas.tasks_max, open_max=quotas.open_max, open_bytes_max=quotas.open_bytes_max
+            total_max=quotas.tasks_max, waiting_max=quotas.open_max, waiting_bytes_max=quotas.open_bytes_max
         )
         random = self._ids.new()
         submitted = await driver.submit(lambda ticket: translate.submit_tasks(ticket, request, random, limits))
@@ -187,10 +187,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 f"a node has a protocol below {PROTOCOL}, which does not know submitted samples; upgrade all nodes "
                 "(`rollmesh status` lists them), then submit again"
             )
-        limits = i.SampleLimits(
-            groups_max=quotas.groups_max,
-            waiting_max=quotas.waiting_max,
-            waiting_bytes_max=quotas.waiting_bytes_max,
+        limits = i.SubmissionLimits(
+            total_max=quotas.groups_max, waiting_max=quotas.waiting_max, waiting_bytes_max=quotas.waiting_bytes_max
         )
         random = self._ids.new()
         submitted = await driver.submit(lambda ticket: sample_submissions.to_input(ticket, request, random, limits))
