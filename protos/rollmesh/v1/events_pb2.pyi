@@ -269,8 +269,10 @@ class ReplaySpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
-    max_staleness: _builtins.int
-    """Most updates between the oldest trained POLICY token of a replayed sample and its update, at least 1. -1: unlimited. It MUST be set."""
+    max_staleness: _builtins.str
+    """Most updates between the oldest trained POLICY token of a replayed sample and its update: a whole number of at
+    least 1, or "unlimited". Absent is rejected.
+    """
     share: _builtins.float
     """Largest share of a batch that is replayed, above 0 and at most 1. If the priority draws this share from every batch, admission
     prepares the rest of the batch only, which is at least one group.
@@ -288,7 +290,7 @@ class ReplaySpec(_message.Message):
     def __init__(
         self,
         *,
-        max_staleness: _builtins.int = ...,
+        max_staleness: _builtins.str = ...,
         share: _builtins.float = ...,
         capacity_groups: _builtins.int = ...,
         priority: _builtins.str = ...,

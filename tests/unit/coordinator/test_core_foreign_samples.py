@@ -377,7 +377,7 @@ def test_a_run_that_waits_for_tasks_and_for_room_is_not_stalled() -> None:
 
 
 def test_shares_are_of_the_groups_that_the_replay_log_does_not_draw() -> None:
-    log = ReplaySpec(share=0.5, priority="fifo", max_staleness=-1)
+    log = ReplaySpec(share=0.5, priority="fifo", max_staleness="unlimited")
     run = begun(max_staleness=0, batch_groups=8, group_size=1, replay=log)
     submit(run, *(group(f"k{n}") for n in range(10)))
     for update in (1, 2):
