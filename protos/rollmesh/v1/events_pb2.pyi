@@ -652,7 +652,7 @@ class GroupReserved(_message.Message):
     dead_id: _builtins.int
     """Dead letter whose task this group retries; 0 for a new draw."""
     submitted_key: _builtins.str
-    """Key of the submitted samples that this group replays; empty for a rollout. Its samples are in the account of their source."""
+    """Key of the submitted samples that are given for this group; empty for a rollout. Its samples are in the account of their source."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""

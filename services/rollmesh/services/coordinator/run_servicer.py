@@ -179,7 +179,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         digest, quotas = self._mesh.tokenizer_digest, self._samples
         sample_submissions.check(request, task_bytes_max=self._submitted.task_bytes_max, tokenizer_digest=digest)
-        self._mesh.check_tasks(request.tasks, replayed=True)
+        self._mesh.check_tasks(request.tasks, by_agent=False)
         driver = await self._runs.get(request.run)
         validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
         if not self._keeper.fleet.knows(PROTOCOL):
