@@ -323,7 +323,7 @@ class ForeignSource(_message.Message):
     """
     share: _builtins.float
     """Largest share of the groups of a batch, above 0 and at most 1. The shares of all sources sum to at most 1, and each times
-    `batch_groups` is at least 1.
+    `batch_groups` is at least 1. A batch may have one group of the source that is larger than its share, because groups are whole.
     """
     keep_equal: _builtins.bool
     """Whether groups with two or more samples whose rewards are all equal are trained. Absent: they end as filtered(ZERO_VARIANCE)."""

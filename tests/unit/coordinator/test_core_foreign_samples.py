@@ -215,6 +215,32 @@ def test_a_smaller_batch_has_its_share_and_no_more() -> None:
     assert [_source_of(run, one.group) for one in batch.groups] == ["a", ""], "b waits, and the next own group is taken"
 
 
+@pytest.mark.parametrize(
+    ("unit", "amount"), [(i.GeometryUnit.SAMPLES, 8), (i.GeometryUnit.TOKENS, 24), (i.GeometryUnit.GROUPS, 1)]
+)
+def test_a_group_larger_than_its_share_of_a_batch_is_the_only_one_of_its_source(
+    unit: i.GeometryUnit, amount: int
+) -> None:
+    run = begun(batch_groups=4, max_staleness=0)
+    submit(run, group("a", num=8), group("b", num=8))  # the share is 4 samples, 12 tokens, or half a group
+    roll(run, 20)
+    batch: m.LeaseBatchResponse = run.ask(
+        i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, unit=unit, amount=amount
+    )
+    assert [_source_of(run, one.group) for one in batch.groups] == ["a"]
+    wide: m.LeaseBatchResponse = batched(run, batch.lease_id, i.GeometryUnit.SAMPLES, 10)
+    assert [_source_of(run, one.group) for one in wide.groups] == ["a", ""], "b waits for a later batch"
+
+
+def batched(run: CoreRun, lease_id: str, unit: i.GeometryUnit, amount: int) -> m.LeaseBatchResponse:
+    """Return a batch in another geometry in place of a lease."""
+    run.ask(m.ReleaseBatch, **NAMES, trainer_epoch=run.epoch, lease_id=lease_id)
+    reply: m.LeaseBatchResponse = run.ask(
+        i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, unit=unit, amount=amount
+    )
+    return reply
+
+
 def _source_of(run: CoreRun, name: str) -> str:
     return next(fact.submitted_key for fact in run.facts if isinstance(fact, f.GroupReserved) and fact.group == name)
 

@@ -5,7 +5,7 @@ takes as given. So scores, payloads, retries and leases are those of every group
 
     age at update k = (k - 1) - applied step at the submission <= max_age of the source
     groups of a source that no batch has yet <= floor(share * fresh_groups), so that rollouts always have room
-    groups of a source in a batch <= share * its amount without what the replay log draws
+    groups of a source in a batch <= share * its amount without what the replay log draws, or one whole group
 
 The counters of their samples are those of the source, see `State.foreign`. A key of a group is used once.
 """
@@ -179,20 +179,23 @@ def why_refused(ctx: DecisionContext, source: str, submitted_step: int) -> str:
 
 
 class BatchShare:
-    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw."""
+    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw. A
+    batch may have one group of a source that is larger than its share, because no later batch has more room for it."""
 
     def __init__(self, ctx: DecisionContext, amount: int) -> None:
         replayed = ctx.spec.replay
         fresh = amount - replay.quota(ctx, amount) if replayed is not None and replayed.made.draws else amount
         self._left: dict[str, float] = {one.source: one.share * fresh + _ROUNDING for one in ctx.spec.foreign}
+        self._taken: set[str] = set()
 
     def take(self, group: GroupState, size: int) -> bool:
         """Return whether the batch may have a group of this size, and count it if so."""
         if not group.source:
             return True
-        if size > self._left.get(group.source, 0.0):
+        if group.source not in self._left or (size > self._left[group.source] and group.source in self._taken):
             return False
         self._left[group.source] -= size
+        self._taken.add(group.source)
         return True
 
 

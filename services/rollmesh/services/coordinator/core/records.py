@@ -143,7 +143,7 @@ class ForeignSource(Settings):
     that no source is without a written bound."""
     share: Annotated[float, Meta(gt=0, le=1)]
     """Largest share of the groups of a batch, without those that are drawn from the replay log. The shares of all
-    sources sum to at most 1."""
+    sources sum to at most 1. A batch may have one larger group, because groups are whole."""
     keep_equal: bool = False
     """Whether groups with several samples whose rewards are all equal are kept. By default they end as
     filtered(ZERO_VARIANCE)."""
