@@ -323,7 +323,7 @@ class _Round:
         if self._programs is not None:
             self._programs.check(ids, at_once=at_once_min(self._config))
         run = self._config.run
-        bound = run.replay.spec().bound.max_staleness if run.replay is not None else None
+        bound = run.replay.bound.max_staleness if run.replay is not None else None
         out.lags = check_witness(self.command.run_dir, trained, eta=run.max_staleness, replay_bound=bound)
 
     async def _audit(self) -> AuditReport:

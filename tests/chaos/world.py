@@ -17,10 +17,11 @@ import msgspec
 
 from rollmesh.app.config import TrainConfig
 from rollmesh.demo.tokenizer import build_tokenizer
-from rollmesh.mesh.config import MeshConfig, ReplayConfig
+from rollmesh.mesh.config import MeshConfig
 from rollmesh.mesh.process_events import ProcessEvent
 from rollmesh.mesh.run_layout import RunLayout, open_layout
 from rollmesh.mesh.supervisor import LOGS, Supervisor
+from rollmesh.services.coordinator.core.records import ReplaySpec
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.errors import MeshError
 from rollmesh.shared.rpc.channel import open_channel
@@ -93,7 +94,7 @@ def mesh_config(
     )  # fmt: skip
 
 
-REPLAY = ReplayConfig(max_staleness=6, share=0.5, capacity_groups=16)
+REPLAY = ReplaySpec(max_staleness=6, share=0.5, capacity_groups=16)
 
 
 def with_replay(config: TrainConfig) -> TrainConfig:

@@ -152,6 +152,11 @@ def _commits(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
     yield "negative update", run.CommitUpdate, request(update=-3), INVALID, "COMMIT_CONFLICT", *lost
 
 
+def _closed(trainer: Trainer) -> tuple[str, ...]:
+    """A run may accept no samples of peers."""
+    return () if trainer.model.share else ("SAMPLES_NOT_ACCEPTED",)
+
+
 def _doubt(trainer: Trainer) -> tuple[str, ...]:
     """With a batch in doubt, that may be the first cause for the rejection of an update."""
     return ("LEASE_EXPIRED", "FAILED_PRECONDITION") if trainer.model.batch is not None else ()
@@ -218,7 +223,12 @@ def _rest(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
         episode = types_pb2.Episode(key=key, segments=[said])
         return pb.SubmitSamplesRequest(run=name, episodes=[episode], tasks=[task], source=source, **fields)
 
-    peer = types_pb2.SEGMENT_SOURCE_PEER
     yield "submit no samples", run.SubmitSamples, pb.SubmitSamplesRequest(run=name), INVALID
     yield "submit samples of the policy", run.SubmitSamples, samples(types_pb2.SEGMENT_SOURCE_POLICY), INVALID
-    yield "submit samples without a bound", run.SubmitSamples, samples(peer), "SAMPLES_NOT_ACCEPTED"
+    human = types_pb2.SEGMENT_SOURCE_HUMAN
+    large = samples(types_pb2.SEGMENT_SOURCE_PEER)
+    for number in range(trainer.model.group_size * 4):
+        large.episodes.add(segments=large.episodes[0].segments).key.CopyFrom(large.episodes[0].key)
+        large.episodes[-1].key.episode = str(number)
+    yield "submit a group that is too large", run.SubmitSamples, large, INVALID, *_closed(trainer)
+    yield "submit samples without a bound", run.SubmitSamples, samples(human), "SAMPLES_NOT_ACCEPTED"

@@ -55,6 +55,15 @@ class MadeSample:
     """Reason for which the finalizer drops it; empty if it does not."""
 
 
+@dataclass(frozen=True, slots=True)
+class SubmittedGroup:
+    """A group of finished samples that the player submitted under its key."""
+
+    num_episodes: int
+    step: int
+    """Number of applied updates when it was submitted."""
+
+
 @dataclass(slots=True)
 class HeldBatch:
     """A batch that the player leased."""
@@ -116,7 +125,16 @@ class RunModel:
     eta: int
     mask: bool
     keeps_no_checkpoints: bool
+    group_size: int = 1
     external_sources: tuple[str, ...] = ()
+    max_age: int | None = None
+    """Bound of submitted samples; None if it is unlimited."""
+    share: float = 0.0
+    """Largest share of a batch that submitted groups may have."""
+    submitted: dict[str, SubmittedGroup] = field(default_factory=dict)
+    """Submitted groups by key."""
+    given: dict[str, str] = field(default_factory=dict)
+    """Keys of the submitted groups that workers were given, by the group of the run."""
     epoch: int = 0
     incarnation: int = 0
     commits: list[Commit] = field(default_factory=list)
@@ -162,6 +180,16 @@ class RunModel:
     def admits(self, samples: Iterable[MadeSample]) -> bool:
         """Return whether the run trains the sources of these samples."""
         return all(not s.trainable or s.external in ("", *self.external_sources) for s in samples)
+
+    def was_given(self, name: str) -> bool:
+        """Return whether a sample is a submitted one."""
+        return self.samples[name].group in self.given
+
+    def check_age(self, name: str, update: int) -> None:
+        """Require that a submitted sample is within its bound at `update`."""
+        if self.max_age is not None and self.was_given(name):
+            age = max(0, update - 1 - self.submitted[self.given[self.samples[name].group]].step)
+            require(age <= self.max_age, f"submitted sample {name} of age {age} is beyond {self.max_age}")
 
     def is_void(self, stamp: Stamp) -> bool:
         return any(stamp.incarnation < began and stamp.step > to for to, began in self.rollbacks)

@@ -20,6 +20,7 @@ from .calls import Calls
 from .dropping import REASONS
 from .ends import Ends
 from .model import Checkpoint, RunModel, Violation, require
+from .submitting import Submitter, draw_source
 from .trainer import Trainer
 from .worker import Worker
 
@@ -49,6 +50,8 @@ class Result:
     rejected: int = 0
     withheld: int = 0
     dropped: int = 0
+    submitted: int = 0
+    given: int = 0
     violation: str = ""
     log: list[str] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
@@ -68,12 +71,17 @@ class Player:
             eta=self._spec.max_staleness,
             mask=self._spec.beyond == events_pb2.BOUND_POLICY_MASK,
             keeps_no_checkpoints=rng.random() < 0.12,
+            group_size=self._spec.group_size,
             external_sources=tuple(self._spec.external_sources),
         )
+        for source in self._spec.foreign:
+            self._model.max_age = int(source.max_age) if source.max_age != "unlimited" else None
+            self._model.share = source.share
         self.calls = Calls(patience_s=90.0 if plan.kills else 0.0)
         lenient = plan.kills or self._spec.episode_lease_s <= 1.0
         self._worker = Worker(ends, self.calls, self._model, rng, run, node_id, lenient)
         self._trainer = Trainer(ends, self.calls, self._model, rng, run, self._spec.batch_groups, short)
+        self._submitter = Submitter(ends, self.calls, self._model, rng, run, self._spec.group_size)
         self._num_rejected = 0
         self._num_changes = 0
 
@@ -96,6 +104,7 @@ class Player:
         result.updates, result.undone = self._model.applied, self._model.num_undone
         result.withheld = len(self._trainer.withheld)
         result.dropped = len(self._model.dropped)
+        result.submitted, result.given = len(self._model.submitted), self._trainer.num_given
         result.batches_short, result.rejected = self._trainer.num_short, self._num_rejected
         return result
 
@@ -130,6 +139,8 @@ class Player:
             (0.6, trainer.publish),
             (0.4, trainer.prefetch),
         ]
+        if self._spec.foreign:
+            choices += [(1.0, self._submitter.submit), (0.3, self._submitter.conflict)]
         if batch is None or lost:
             choices.append((4.0, self._lease))
         else:
@@ -201,9 +212,16 @@ class Player:
         require(policy.applied_step == model.applied, f"applied {policy.applied_step}, model {model.applied}")
         require(policy.incarnation == model.incarnation, f"incarnation {policy.incarnation}, model {model.incarnation}")
         require(policy.digest == model.digest, f"digest {policy.digest}, model {model.digest}")
-        standing = {name for commit in model.commits for name in commit.used}
-        trained = len(standing & model.trained)
-        require(counts.trained == trained, f"trained {counts.trained}, model {trained}")
+        trained = Counter(model.was_given(name) for name in model.used_standing() & model.trained)
+        require(counts.trained == trained[False], f"trained {counts.trained}, model {trained[False]}")
+        for account in state.submitted_samples:
+            counts, num = account.samples, len(model.submitted)
+            ends = (counts.trained, counts.stale, counts.filtered, counts.failed, counts.cancelled, counts.exported)
+            require(counts.reserved == counts.live + sum(ends), f"submitted samples are not conserved: {counts}")
+            require(counts.trained == trained[True], f"trained {counts.trained} submitted, model {trained[True]}")
+            require(account.groups == num, f"{account.groups} groups were submitted, model {num}")
+            left = num - account.waiting - account.dropped
+            require(left >= len(model.given), f"{left} groups were admitted, workers were given {model.given}")
 
     async def _progress(self) -> None:
         """Check that there is no deadlock: an update follows from any state."""
@@ -249,9 +267,9 @@ class Player:
         answer = await self.calls.call(self._ends.run.GetRun, pb.GetRunRequest(run=self._spec.run))
         require(answer.ok, f"GetRun was answered {answer}")
         self._check_state(answer.response.state)
-        require(
-            answer.response.state.samples.live == 0, f"live in a run that has ended: {answer.response.state.samples}"
-        )
+        state = answer.response.state
+        for counts in (state.samples, *(account.samples for account in state.submitted_samples)):
+            require(counts.live == 0, f"live in a run that has ended: {counts}")
 
     async def _audit(self) -> int:
         """Check that the audit agrees with the model. Return the number of samples that the remaining updates used."""
@@ -264,7 +282,8 @@ class Player:
         require(report.updates_undone == model.num_undone, f"undone: {report.updates_undone}, model {model.num_undone}")
         require(report.digest == model.digest, f"the audit's digest {report.digest}, the model's {model.digest}")
         used = model.used_standing()
-        require(report.samples.trained == len(used), f"trained {report.samples.trained}, model {len(used)}")
+        own = sum(not model.was_given(name) for name in used)
+        require(report.samples.trained == own, f"trained {report.samples.trained}, model {own}")
         require(not model.commits or max(model.lags(), default=0) <= 4, f"lags {model.lags()}")
         made = Counter(sample.drop for sample in model.samples.values())
         seen = Counter(model.dropped.values())
@@ -277,12 +296,13 @@ class Player:
 
 def draw_spec(rng: random.Random, run: str, *, kills: bool) -> events_pb2.RunSpec:
     """Return a small run with any bound."""
-    eta = rng.randint(0, 3)
+    eta, batch_groups = rng.randint(0, 3), rng.randint(1, 3)
+    external = rng.choice([(), ("dataset",), ("dataset", "replay", "peer", "human"), ("peer",)])
     return events_pb2.RunSpec(
         run=run,
         max_staleness=eta,
         beyond=rng.choice([events_pb2.BOUND_POLICY_DROP, events_pb2.BOUND_POLICY_MASK]),
-        batch_groups=rng.randint(1, 3),
+        batch_groups=batch_groups,
         group_size=rng.randint(1, 3),
         publish_every=rng.randint(1, eta + 1),
         tries_max=50,
@@ -291,5 +311,6 @@ def draw_spec(rng: random.Random, run: str, *, kills: bool) -> events_pb2.RunSpe
         group_s_max=120.0,
         eval_s_max=5.0,
         success_reward="correct",
-        external_sources=rng.choice([(), ("dataset",), ("dataset", "replay", "peer", "human")]),
+        external_sources=external,
+        foreign=[draw_source(rng, batch_groups)] if "peer" in external else [],
     )

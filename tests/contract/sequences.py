@@ -47,6 +47,8 @@ def to_text(results: Sequence[Result]) -> str:
         "invalid requests": sum(r.rejected for r in results),
         "contradicted samples withheld": sum(r.withheld for r in results),
         "dropped members of leased groups": sum(r.dropped for r in results),
+        "submitted groups": sum(r.submitted for r in results),
+        "submitted groups in batches": sum(r.given for r in results),
     }
     lines = [
         f"{len(results)} sequences: " + ", ".join(f"{num} {what}" for what, num in totals.items()),

@@ -44,6 +44,8 @@ class Trainer:
     depot: str = ""
     withheld: set[str] = field(default_factory=set)
     """Samples whose report contradicts their payload, and which FetchSamples did not deliver."""
+    num_given: int = 0
+    """Number of submitted groups in leased batches."""
     num_short: int = 0
     """Number of batches with less than the requested amount."""
 
@@ -215,6 +217,7 @@ class Trainer:
             require(not model.end_of(sample), f"{sample.sample_id} is leased, not {model.end_of(sample)}")
             require(model.is_decided(sample.group), f"{sample.group} is leased though its verdict is malformed")
             model.check_trainable(sample, sample.reported, held, leased.staleness)
+            model.check_age(sample.sample_id, held.update)
         self._check_groups(batch)
         self._check_amount(batch, request)
         model.batch = held
@@ -249,7 +252,23 @@ class Trainer:
         }[unit]
         wanted = request.geometry.amount if request.HasField("geometry") else 1
         self.num_short += size < wanted
+        self._check_share(batch, request, wanted if request.HasField("geometry") else self.batch_groups)
         require(bool(batch.samples), f"an empty batch was leased: {batch}")
+
+    def _check_share(self, batch: pb.LeaseBatchResponse, request: pb.LeaseBatchRequest, amount: int) -> None:
+        """Check that submitted groups have at most their share of the batch, or are one group, or all that is there."""
+        given = {context.group for context in batch.groups if context.group in self.model.given}
+        self.num_given += len(given)
+        if len(given) < 2 or len(given) == len(batch.groups):
+            return
+        samples = [sample for sample in batch.samples if sample.group in given]
+        size = {
+            UNITS["groups"]: len(given),
+            UNITS["samples"]: len(samples),
+            UNITS["tokens"]: sum(span.num_tokens for sample in samples for span in sample.meta.external),
+        }[request.geometry.unit if request.HasField("geometry") else UNITS["groups"]]
+        share = self.model.share * amount
+        require(size <= share + 1e-6, f"{size} of a batch of {amount} are submitted, the share is {share}")
 
     async def fetch(self) -> None:
         """Fetch the batch in shards, and compare payloads with what the player wrote."""

@@ -56,8 +56,21 @@ class Worker:
                 (lease.step_min, self.model.incarnation) >= (0, lease.incarnation_min), f"{lease.lease_id}: {lease}"
             )
             self.seen.add(lease.lease_id)
+            if lease.HasField("given"):
+                self._take_given(lease)
         self.leases.extend(answer.response.leases)
         return len(answer.response.leases)
+
+    def _take_given(self, lease: pb.EpisodeLease) -> None:
+        """Check that a given episode is one of a submitted group, which is one group of the run."""
+        key = lease.task.task_id
+        require(key in self.model.submitted, f"{lease.lease_id} gives an episode of {key}, which was never submitted")
+        require(self.model.given.setdefault(lease.key.group, key) == key, f"{lease.key.group} is of two submissions")
+        groups = [group for group, of in self.model.given.items() if of == key]
+        require(groups == [lease.key.group], f"submitted group {key} became {groups}")
+        require(lease.given_source == types_pb2.SEGMENT_SOURCE_PEER, f"source {lease.given_source} of {key}")
+        text, num = lease.given.segments[0].messages[0].content, self.model.submitted[key].num_episodes
+        require(text in [f"said {number}" for number in range(num)], f"{key} gives {text!r}")
 
     async def renew(self) -> None:
         """Renew the held leases. Drop those that have ended."""
@@ -112,17 +125,19 @@ class Worker:
         return report, await self._complete(lease, report)
 
     async def _complete(self, lease: pb.EpisodeLease, report: pb.EpisodeReport) -> list[MadeSample]:
+        given = lease.HasField("given")
         num = self.rng.choices((0, 1, 2), (2, 80, 18))[0]
         episode = types_pb2.Episode(key=lease.key, purpose=lease.purpose, sampling_params=[PARAMS])
         made: list[MadeSample] = []
         for number in range(num):
             sample_id = f"{lease.key.episode}-{number}"
-            stamps = self._stamps()
+            stamps = () if given else self._stamps()
             external = self.rng.choice(EXTERNAL) if self.rng.random() < 0.06 else None
+            external = types_pb2.SEGMENT_SOURCE_PEER if given else external
             leaf = _add_path(episode, stamps, external)
             reward = float(self.rng.random() < 0.5)
             trainable = self.rng.random() < 0.96
-            drop = self.rng.choices(("", *REASONS, MALFORMED), DROP_WEIGHTS)[0]
+            drop = self.rng.choices(("", *REASONS, MALFORMED), DROP_WEIGHTS)[0] if not given else ""
             value = types_pb2.Reward(
                 name="correct",
                 value=reward,
@@ -136,7 +151,7 @@ class Worker:
                 sample_id=sample_id, leaf=leaf, policy="main", rewards=[value], weight=1.0, trainable=trainable
             )
             meta = _meta(sample_id, leaf, value, stamps, external, trainable=trainable)
-            lies = self.rng.random() < 0.08
+            lies = self.rng.random() < 0.08 and not given
             contradicted = lies and self.rng.choice(LIES)(self.rng, self.model.versions, episode, meta)
             reported = tuple(Stamp(span.step, span.incarnation, span.num_tokens) for span in meta.steps)
             report.samples.append(meta)

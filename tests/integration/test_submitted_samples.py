@@ -1,4 +1,4 @@
-"""Samples that clients submit to a whole mesh: replayed by its workers, scored by its scorers, trained in their own
+"""Samples that clients submit to a whole mesh: given to its workers, scored by its scorers, trained in their own
 account, while services restart."""
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ async def test_samples_of_a_peer_are_trained_once_while_services_restart(tmp_pat
     assert account.samples.reasons == {"trained": 12, "filtered/ZERO_VARIANCE": 2}
     assert sum(account.trained_by_age.values()) == 12
     assert account.tokens_trained > 0
-    replayed = Counter(fact.submitted_key for fact in facts if isinstance(fact, f.GroupReserved) and fact.submitted_key)
-    assert replayed == dict.fromkeys([*(f"k{number}" for number in range(6)), "equal"], 1)
+    taken = Counter(fact.submitted_key for fact in facts if isinstance(fact, f.GroupReserved) and fact.submitted_key)
+    assert taken == dict.fromkeys([*(f"k{number}" for number in range(6)), "equal"], 1)
     assert state.samples.trained == 12 * 4 * 2 - 12, "the rest of the batches"
     assert state.samples.reserved == state.samples.live + sum(
         getattr(state.samples, end) for end in ("trained", "stale", "filtered", "failed", "cancelled", "exported")

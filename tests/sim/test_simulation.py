@@ -11,7 +11,7 @@ import pytest
 from rollmesh.services.coordinator.audit import Audit
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.facts import GroupDecision, SampleEnd
-from rollmesh.services.coordinator.core.records import ANY_STALENESS, BoundPolicy, ForeignSource, ReplaySpec
+from rollmesh.services.coordinator.core.records import UNLIMITED, BoundPolicy, ForeignSource, ReplaySpec
 from rollmesh.services.coordinator.ledger import StoredRecord
 from rollmesh.shared.domain.digest import next_digest
 from rollmesh.shared.errors import MeshError
@@ -24,9 +24,7 @@ AFTER_DOUBT = {"LEASE_EXPIRED", "UNKNOWN_LEASE", "WRONG_UPDATE", "FENCED"}
 
 REPLAYS = (
     ReplaySpec(max_staleness=4, share=0.5, capacity_groups=6),
-    ReplaySpec(
-        max_staleness=ANY_STALENESS, share=0.5, capacity_groups=8, priority="return", options={"temperature": 0.5}
-    ),
+    ReplaySpec(max_staleness=UNLIMITED, share=0.5, capacity_groups=8, priority="return", options={"temperature": 0.5}),
     ReplaySpec(max_staleness=3, share=0.75, capacity_groups=8, priority="advantage"),
     ReplaySpec(max_staleness=8, share=0.5, capacity_groups=8, priority="success_per_task"),
     ReplaySpec(max_staleness=6, share=1.0, capacity_groups=8, priority="compensation"),

@@ -49,7 +49,7 @@ from rollmesh.shared.errors import MeshError
 
 SOURCE = SegmentSource.PEER
 """Source of the samples that clients submit."""
-SAMPLE_LIMITS = i.SampleLimits(groups_max=10**6, waiting_max=4, waiting_bytes_max=10**6)
+SAMPLE_LIMITS = i.SubmissionLimits(total_max=10**6, waiting_max=4, waiting_bytes_max=10**6)
 NAMES: dict[str, Any] = {"policy": "main", "learner": "main"}
 
 

@@ -15,14 +15,7 @@ from msgspec import Meta
 from rollmesh.mesh.restarts import ProcessesConfig
 from rollmesh.mesh.security import NetworkConfig, SecurityConfig, check_exposure
 from rollmesh.services.coordinator.config import CoordinatorConfig
-from rollmesh.services.coordinator.core.records import (
-    ANY_STALENESS,
-    BoundPolicy,
-    ReplaySettings,
-    ReplaySpec,
-    RunSettings,
-    RunSpec,
-)
+from rollmesh.services.coordinator.core.records import BoundPolicy, ReplaySpec, RunSettings, RunSpec
 from rollmesh.services.data.config import DataConfig
 from rollmesh.services.gateway.config import GatewayConfig
 from rollmesh.services.inference.config import InferenceConfig
@@ -46,20 +39,6 @@ SERVING = ("coordinator", "gateway", "depot", "inference")
 """Sections that have a `server`."""
 
 
-class ReplayConfig(ReplaySettings):
-    """The replay log: trained samples that later updates train again (docs/replay.md)."""
-
-    max_staleness: Annotated[int, Meta(ge=1, le=10**9)] | Literal["unlimited"]
-    """Largest number of updates between the oldest trained token of a replayed sample and its update. It must be
-    written, `unlimited` included."""
-
-    def spec(self) -> ReplaySpec:
-        """Return the form that the coordinator records."""
-        fields = {name: getattr(self, name) for name in ReplaySettings.__struct_fields__}
-        most = ANY_STALENESS if self.max_staleness == "unlimited" else self.max_staleness
-        return ReplaySpec(max_staleness=most, **fields)
-
-
 class RunConfig(RunSettings):
     """What the run is: batches, the staleness bound, leases, evaluation, the end."""
 
@@ -68,7 +47,7 @@ class RunConfig(RunSettings):
     beyond: Literal["drop", "mask"] = "drop"
     """Whether samples beyond the bound end as stale (`drop`), or only their tokens that are too old lose their loss
     (`mask`)."""
-    replay: ReplayConfig | None = None
+    replay: ReplaySpec | None = None
     """The replay log. Absent: a trained sample is not trained again."""
     on_stall: Annotated[Literal["warn", "exit"], LIVE] = "warn"
     """What `rollmesh train` does when the run is stalled: `exit` ends it with a non-zero exit code and the cause,
@@ -88,8 +67,7 @@ class RunConfig(RunSettings):
         fields = {name: getattr(self, name) for name in RunSettings.__struct_fields__}
         if self.exports:
             fields |= {"updates_max": 0, "eval_every": 0}
-        replay = self.replay.spec() if self.replay is not None else None
-        return RunSpec(run=self.name, beyond=BoundPolicy[self.beyond.upper()], replay=replay, **fields)
+        return RunSpec(run=self.name, beyond=BoundPolicy[self.beyond.upper()], replay=self.replay, **fields)
 
 
 class CountsConfig(Settings):

@@ -796,7 +796,7 @@ class EpisodeLease(_message.Message):
 
     @_builtins.property
     def given(self) -> _types_pb2.Episode:
-        """A finished episode of another source, which the worker MUST replay in place of an agent, without `key`; absent for a rollout. See
+        """A finished episode of another source, which the worker MUST take in place of a rollout, without `key`; absent for a rollout. See
         RunService.SubmitSamples.
         """
 

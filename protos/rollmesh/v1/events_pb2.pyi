@@ -269,8 +269,10 @@ class ReplaySpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     OPTIONS_FIELD_NUMBER: _builtins.int
     CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
-    max_staleness: _builtins.int
-    """Most updates between the oldest trained POLICY token of a replayed sample and its update, at least 1. -1: unlimited. It MUST be set."""
+    max_staleness: _builtins.str
+    """Most updates between the oldest trained POLICY token of a replayed sample and its update: a whole number of at
+    least 1, or "unlimited". Absent is rejected.
+    """
     share: _builtins.float
     """Largest share of a batch that is replayed, above 0 and at most 1. If the priority draws this share from every batch, admission
     prepares the rest of the batch only, which is at least one group.
@@ -288,7 +290,7 @@ class ReplaySpec(_message.Message):
     def __init__(
         self,
         *,
-        max_staleness: _builtins.int = ...,
+        max_staleness: _builtins.str = ...,
         share: _builtins.float = ...,
         capacity_groups: _builtins.int = ...,
         priority: _builtins.str = ...,
@@ -321,7 +323,7 @@ class ForeignSource(_message.Message):
     """
     share: _builtins.float
     """Largest share of the groups of a batch, above 0 and at most 1. The shares of all sources sum to at most 1, and each times
-    `batch_groups` is at least 1.
+    `batch_groups` is at least 1. A batch may have one group of the source that is larger than its share, because groups are whole.
     """
     keep_equal: _builtins.bool
     """Whether groups with two or more samples whose rewards are all equal are trained. Absent: they end as filtered(ZERO_VARIANCE)."""
@@ -650,7 +652,7 @@ class GroupReserved(_message.Message):
     dead_id: _builtins.int
     """Dead letter whose task this group retries; 0 for a new draw."""
     submitted_key: _builtins.str
-    """Key of the submitted samples that this group replays; empty for a rollout. Its samples are in the account of their source."""
+    """Key of the submitted samples that are given for this group; empty for a rollout. Its samples are in the account of their source."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""

@@ -104,7 +104,7 @@ class RunServiceStub:
     SubmitSamples: _grpc.UnaryUnaryMultiCallable[_run_pb2.SubmitSamplesRequest, _run_pb2.SubmitSamplesResponse]
     """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
     rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
-    rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+    rollout worker takes in place of rollouts: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
     weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
     (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
     content is not added again. A rejected request adds nothing.
@@ -326,7 +326,7 @@ class RunServiceAsyncStub(RunServiceStub):
     SubmitSamples: _aio.UnaryUnaryMultiCallable[_run_pb2.SubmitSamplesRequest, _run_pb2.SubmitSamplesResponse]  # type: ignore[assignment]
     """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
     rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
-    rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+    rollout worker takes in place of rollouts: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
     weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
     (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
     content is not added again. A rejected request adds nothing.
@@ -569,7 +569,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_run_pb2.SubmitSamplesResponse, _abc.Awaitable[_run_pb2.SubmitSamplesResponse]]:
         """Adds finished episodes of another source to a run that names the source in `RunSpec.foreign`: rollouts of a peer, of a data set, or
         rewritten ones. When the call returns OK, they are stored in the ledger. The episodes with one `key.group` are one group, which a
-        rollout worker replays in place of an agent: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
+        rollout worker takes in place of rollouts: it encodes what has no tokens, computes missing log-probs of PEER tokens under the
         weights of the run, and the scorers of the run score it. The source has its own bound, share of a batch, counters and histogram
         (RunState.submitted_samples). Each group is used at most once. Idempotent by `key.group`: a group that was submitted before with equal
         content is not added again. A rejected request adds nothing.

@@ -19,8 +19,9 @@ from rollmesh.app.samples.stored_samples import list_samples
 from rollmesh.app.views.series import Point, encode_line
 from rollmesh.cli.commands.clean import CleanOptions, clean_folder
 from rollmesh.cli.commands.train import run_training
-from rollmesh.mesh.config import ReplayConfig, RunConfig
+from rollmesh.mesh.config import RunConfig
 from rollmesh.mesh.run_lock import RunFolderBusy, owned
+from rollmesh.services.coordinator.core.records import ReplaySpec
 from rollmesh.services.learner.config import LearnerConfig
 from rollmesh.services.weights.config import DepotConfig
 from rollmesh.shared.errors import ConfigError
@@ -150,7 +151,7 @@ def test_a_damaged_header_costs_the_estimate_and_not_the_run(tmp_path: Path) -> 
 
 
 def test_the_copies_of_a_replay_log_are_in_the_estimate(tmp_path: Path) -> None:
-    replay = ReplayConfig(max_staleness=4, capacity_bytes=1 << 20)
+    replay = ReplaySpec(max_staleness=4, capacity_bytes=1 << 20)
     config = TrainConfig(run=RunConfig(replay=replay))
     assert config.payloads_in_files
     assert {part.name: part.num_bytes for part in disk_need(config, tmp_path)}["replay log"] == 1 << 20

@@ -26,6 +26,7 @@ from rollmesh.services.coordinator.recovery import Recovered, recover
 from rollmesh.services.coordinator.run_storage import RunStorage
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.services.coordinator.snapshots import SnapshotStore, encode_snapshot, encode_state
+from rollmesh.shared.bus import archive_segment
 from rollmesh.shared.bus.archive_bus import ArchiveBus, ArchivedLedger
 from rollmesh.shared.bus.archive_segment import SegmentDamaged
 from rollmesh.shared.bus.bus import StreamRecord, StreamSpec
@@ -184,6 +185,49 @@ async def test_what_a_crash_left_of_a_segment_is_removed_once_another_one_has_it
         assert [path.name[:8] for path in log.files.folder.glob("*.partial")] == ["00000099"]
 
 
+async def test_a_file_that_a_crash_after_the_seal_left_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        before = await world.records()
+        assert log.files is not None
+        raw = [record async for record in log.read_range()]
+        shorter, longer = log.files.write("r", 1, raw[:3], EMPTY), log.files.write("r", 1, raw[:20], EMPTY)
+        assert log.files.find(1) == shorter, "a reader takes it in place of the sealed one"
+        with pytest.raises(Crash):
+            await archive(bench, log, position, crash_at(ArchiveFaultPoint.SEALED))
+        assert {shorter, longer} < set(log.files.segments())
+    async with world.coordinator() as (bench, log):
+        assert log.files is not None
+        await Archiver(bench.driver, log, CONFIG).step(0)
+        (fact,) = await sealed(world)
+        assert [s.digest for s in log.files.segments()] == [fact.sha256[:16]]
+        assert (await log.info()).first_seq == fact.last + 1
+        assert (await world.records())[: len(before)] == before
+
+
+async def test_an_old_leftover_is_removed_and_one_with_records_of_its_own_stays(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        assert log.files is not None
+        raw = [record async for record in log.read_range()]
+        await archive(bench, log, position)
+        facts = await sealed(world)
+        assert len(facts) > 2
+        left = log.files.write("r", 1, raw[: facts[0].last + 2], EMPTY)
+        (second,) = (s for s in log.files.segments() if s.number == 2)
+        content = second.path.read_bytes()
+        second.path.unlink()
+        await Archiver(bench.driver, log, CONFIG).step(0)
+        assert left in log.files.segments(), "no other file has its last two records"
+        second.path.write_bytes(content)
+        await Archiver(bench.driver, log, CONFIG).step(0)
+        assert [s.digest for s in log.files.segments()] == [fact.sha256[:16] for fact in facts]
+
+
 async def test_a_recovery_while_a_segment_is_verified_leaves_it(tmp_path: Path) -> None:
     world = World(tmp_path)
     async with world.coordinator() as (bench, log):
@@ -222,10 +266,9 @@ async def test_a_recovery_while_a_segment_is_verified_leaves_it(tmp_path: Path) 
         assert (await world.records())[: len(before)] == before
 
 
-async def test_records_whose_sealed_segment_is_missing_stay_in_the_stream(
+async def test_a_lost_segment_is_written_again_while_the_stream_has_its_records(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As in a folder that was restored from a backup of the stream alone."""
     world = World(tmp_path)
     async with world.coordinator() as (bench, log):
         await bench.ask(m.CreateRun, spec=SPEC)
@@ -238,10 +281,37 @@ async def test_records_whose_sealed_segment_is_missing_stay_in_the_stream(
     content = segment.path.read_bytes()
     segment.path.unlink()
     async with world.coordinator() as (bench, log):
+        assert await Archiver(bench.driver, log, CONFIG).step(0) is None
+        assert segment.path.read_bytes() == content
+        assert "was lost, and is written again" in caplog.text
+        assert (await log.info()).first_seq == segment.last + 1
+        assert (await world.records())[: len(before)] == before
+
+
+async def test_records_whose_sealed_segment_is_missing_stay_in_the_stream(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file with another content, as of another release of zstd, would not be the one that the ledger names."""
+    monkeypatch.setattr(archive_segment, "LEVEL", 1)
+    world = World(tmp_path)
+    async with world.coordinator() as (bench, log):
+        await bench.ask(m.CreateRun, spec=SPEC)
+        position = await fill(bench)
+        before = await world.records()
+        with pytest.raises(Crash):
+            await archive(bench, log, position, crash_at(ArchiveFaultPoint.SEALED))
+    assert log.files is not None
+    (segment,) = log.files.segments()
+    content = segment.path.read_bytes()
+    segment.path.unlink()
+    monkeypatch.undo()
+    async with world.coordinator() as (bench, log):
         archiver = Archiver(bench.driver, log, CONFIG)
         for _ in range(2):
             assert await archiver.step(position) is None
         assert caplog.text.count("is missing in") == 1
+        assert log.files is not None
+        assert log.files.segments() == []
         assert (await log.info()).first_seq == 1
         assert (await world.records())[: len(before)] == before
         segment.path.write_bytes(content)

@@ -34,7 +34,7 @@ from rollmesh.shared.errors import BeyondBound, InvalidInput, RunEnded, SampleCo
 
 from .core_run import NAMES, CoreRun
 
-LIMITS = i.SampleLimits(groups_max=100, waiting_max=10, waiting_bytes_max=10_000)
+LIMITS = i.SubmissionLimits(total_max=100, waiting_max=10, waiting_bytes_max=10_000)
 PEER = SegmentSource.PEER
 
 
@@ -215,6 +215,32 @@ def test_a_smaller_batch_has_its_share_and_no_more() -> None:
     assert [_source_of(run, one.group) for one in batch.groups] == ["a", ""], "b waits, and the next own group is taken"
 
 
+@pytest.mark.parametrize(
+    ("unit", "amount"), [(i.GeometryUnit.SAMPLES, 8), (i.GeometryUnit.TOKENS, 24), (i.GeometryUnit.GROUPS, 1)]
+)
+def test_a_group_larger_than_its_share_of_a_batch_is_the_only_one_of_its_source(
+    unit: i.GeometryUnit, amount: int
+) -> None:
+    run = begun(batch_groups=4, max_staleness=0)
+    submit(run, group("a", num=8), group("b", num=8))  # the share is 4 samples, 12 tokens, or half a group
+    roll(run, 20)
+    batch: m.LeaseBatchResponse = run.ask(
+        i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, unit=unit, amount=amount
+    )
+    assert [_source_of(run, one.group) for one in batch.groups] == ["a"]
+    wide: m.LeaseBatchResponse = batched(run, batch.lease_id, i.GeometryUnit.SAMPLES, 10)
+    assert [_source_of(run, one.group) for one in wide.groups] == ["a", ""], "b waits for a later batch"
+
+
+def batched(run: CoreRun, lease_id: str, unit: i.GeometryUnit, amount: int) -> m.LeaseBatchResponse:
+    """Return a batch in another geometry in place of a lease."""
+    run.ask(m.ReleaseBatch, **NAMES, trainer_epoch=run.epoch, lease_id=lease_id)
+    reply: m.LeaseBatchResponse = run.ask(
+        i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, unit=unit, amount=amount
+    )
+    return reply
+
+
 def _source_of(run: CoreRun, name: str) -> str:
     return next(fact.submitted_key for fact in run.facts if isinstance(fact, f.GroupReserved) and fact.group == name)
 
@@ -306,7 +332,7 @@ def test_quotas_and_the_end_of_the_run() -> None:
         submit(run, *(group(f"l{n}") for n in range(5)))
     assert caught.value.retry_after_s
     run = begun()
-    small = i.SampleLimits(groups_max=1, waiting_max=10, waiting_bytes_max=10_000)
+    small = i.SubmissionLimits(total_max=1, waiting_max=10, waiting_bytes_max=10_000)
     submit(run, group("a"), limits=small)
     with pytest.raises(SampleQuota, match="groups_max") as caught:
         submit(run, group("b"), limits=small)
@@ -315,7 +341,7 @@ def test_quotas_and_the_end_of_the_run() -> None:
         submit(
             run,
             group("b"),
-            limits=i.SampleLimits(groups_max=9, waiting_max=9, waiting_bytes_max=9, ledger_bytes_left=3),
+            limits=i.SubmissionLimits(total_max=9, waiting_max=9, waiting_bytes_max=9, ledger_bytes_left=3),
         )
     run.ask(m.StopRun, reason="")
     assert submit(run, group("a")).num_added == 0
@@ -339,7 +365,7 @@ def finish(run: CoreRun) -> None:
     """Declare that no task follows."""
     run.ask(
         i.SubmitTasks, submission="x", tasks=(), answer_keys=(), finish=True,
-        limits=i.SubmissionLimits(tasks_max=1, open_max=1, open_bytes_max=1),
+        limits=i.SubmissionLimits(total_max=1, waiting_max=1, waiting_bytes_max=1),
     )  # fmt: skip
 
 
@@ -377,7 +403,7 @@ def test_a_run_that_waits_for_tasks_and_for_room_is_not_stalled() -> None:
 
 
 def test_shares_are_of_the_groups_that_the_replay_log_does_not_draw() -> None:
-    log = ReplaySpec(share=0.5, priority="fifo", max_staleness=-1)
+    log = ReplaySpec(share=0.5, priority="fifo", max_staleness="unlimited")
     run = begun(max_staleness=0, batch_groups=8, group_size=1, replay=log)
     submit(run, *(group(f"k{n}") for n in range(10)))
     for update in (1, 2):

@@ -15,7 +15,7 @@ from rollmesh.services.coordinator.core import replay as replay_decisions
 from rollmesh.services.coordinator.core.core import Decision
 from rollmesh.services.coordinator.core.decision_context import DrawTasks
 from rollmesh.services.coordinator.core.facts import DroppedSample, SampleEnd
-from rollmesh.services.coordinator.core.records import ANY_STALENESS, ReplaySpec
+from rollmesh.services.coordinator.core.records import UNLIMITED, ReplaySpec
 from rollmesh.services.coordinator.core.state import GroupPhase, SampleCounters
 from rollmesh.services.coordinator.run_state import run_state
 from rollmesh.shared.domain.ledger_head import EMPTY
@@ -102,7 +102,7 @@ def test_a_share_of_a_batch_is_trained_again() -> None:
 
 @pytest.mark.row("S052", missing="the selection by predicted difficulty")
 def test_half_of_the_groups_are_generated_at_a_share_of_one_half() -> None:
-    run = Replaying(max_staleness=ANY_STALENESS)
+    run = Replaying(max_staleness=UNLIMITED)
     for update in range(1, 9):
         lease = run.step(update)
         assert len(fresh(lease)) == 2
@@ -214,7 +214,7 @@ def test_groups_without_an_advantage_are_replaced_by_the_log() -> None:
             group = int(episode.split(".")[0].removeprefix("g"))
             return 1.0 if group >= 4 and group % 5 < 3 else float(episode.endswith(".0"))
 
-    run = Vanishing(priority="advantage", share=0.75, max_staleness=ANY_STALENESS)
+    run = Vanishing(priority="advantage", share=0.75, max_staleness=UNLIMITED)
     for update in range(1, 7):
         lease = run.batch(update)
         assert len(lease.groups) == 4
@@ -306,7 +306,7 @@ def test_successes_fill_at_most_their_share() -> None:
 @pytest.mark.parametrize("extra_updates", [1.0, 0.0])
 def test_deferred_samples_are_trained_once_in_an_extra_update(extra_updates: float) -> None:
     options = {"alpha": 0.5, "extra_updates": extra_updates}
-    run = Replaying(priority="compensation", share=1.0, capacity_groups=8, max_staleness=ANY_STALENESS, options=options)
+    run = Replaying(priority="compensation", share=1.0, capacity_groups=8, max_staleness=UNLIMITED, options=options)
     trained: list[str] = []
     extra = []
     for update in range(1, 9):
@@ -391,7 +391,7 @@ def test_dropped_groups_that_the_log_replaces_admit_no_others_at_eta_0() -> None
             group = int(episode.split(".")[0].removeprefix("g"))
             return 1.0 if group >= 4 else float(episode.endswith(".0"))
 
-    run = Vanishing(priority="advantage", share=0.75, max_staleness=ANY_STALENESS)
+    run = Vanishing(priority="advantage", share=0.75, max_staleness=UNLIMITED)
     run.core.state.spec = replace(run.core.state.the_spec, max_staleness=0, admit_early=True)
     run.step(1)
     waiting = run.ask(i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=2, wait_s=9.0)
@@ -410,7 +410,7 @@ def test_the_log_is_not_ranked_before_it_is_needed(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_waiting_trainer_gets_the_number_that_it_waits_for() -> None:
-    run = Replaying(priority="advantage", max_staleness=ANY_STALENESS)
+    run = Replaying(priority="advantage", max_staleness=UNLIMITED)
     run.step(1)
     run.step(2)
     run.generate(6, step=2)

@@ -22,7 +22,7 @@ from rollmesh.shared.errors import RunEnded, TaskConflict, TaskQuota, TasksNotAc
 
 from .core_run import CoreRun
 
-LIMITS = i.SubmissionLimits(tasks_max=100, open_max=10, open_bytes_max=10_000)
+LIMITS = i.SubmissionLimits(total_max=100, waiting_max=10, waiting_bytes_max=10_000)
 
 
 def task(name: str, prompt: str = "1+1?", **fields: Any) -> Task:
@@ -145,18 +145,18 @@ def test_only_the_fact_of_the_submission_has_the_answer_key() -> None:
 @pytest.mark.parametrize(
     ("limits", "named", "again"),
     [
-        ({"tasks_max": 2}, "tasks_max", False),
-        ({"open_max": 2}, "open_max", True),
-        ({"open_bytes_max": 200}, "open_bytes_max", True),
+        ({"total_max": 2}, "tasks_max", False),
+        ({"waiting_max": 2}, "open_max", True),
+        ({"waiting_bytes_max": 200}, "open_bytes_max", True),
     ],
 )
 def test_a_quota_rejects_the_whole_call(limits: dict[str, int], named: str, again: bool) -> None:
     run = begun()
-    strict = i.SubmissionLimits(**({"tasks_max": 9, "open_max": 9, "open_bytes_max": 9999} | limits))
+    strict = dataclasses.replace(LIMITS, **limits)
     submit(run, task("a"), task("b"), limits=strict)
     with pytest.raises(TaskQuota, match=f"{named}`") as caught:
         submit(run, task("c"), limits=strict)
-    assert caught.value.metadata[named] == str(limits[named])
+    assert caught.value.metadata[named] == str(*limits.values())
     assert (caught.value.retry_after_s is not None) is again
     assert caught.value.retryable is again
     assert submit(run, task("a"), limits=strict).num_added == 0
@@ -165,7 +165,7 @@ def test_a_quota_rejects_the_whole_call(limits: dict[str, int], named: str, agai
         assert submit(run, task("c"), limits=strict).num_added == 1
 
 
-@pytest.mark.parametrize("limit", [{"open_max": 2}, {"open_bytes_max": 200}])
+@pytest.mark.parametrize("limit", [{"waiting_max": 2}, {"waiting_bytes_max": 200}])
 def test_a_call_that_never_fits_is_not_retryable(limit: dict[str, int]) -> None:
     run = begun()
     with pytest.raises(TaskQuota, match="per call") as caught:
@@ -173,12 +173,12 @@ def test_a_call_that_never_fits_is_not_retryable(limit: dict[str, int]) -> None:
     assert not caught.value.retryable
 
 
-@pytest.mark.parametrize(("limit", "again"), [("open_bytes_max", True), ("ledger_bytes_left", False)])
+@pytest.mark.parametrize(("limit", "again"), [("waiting_bytes_max", True), ("ledger_bytes_left", False)])
 def test_answer_keys_count_towards_the_sizes(limit: str, again: bool) -> None:
     run = begun()
     strict = dataclasses.replace(LIMITS, **{limit: 5_000})
     submit(run, task("a"), keys={"a": "x" * 2_000}, limits=strict)
-    with pytest.raises(TaskQuota, match=f"{limit}|ledger_bytes_max") as caught:
+    with pytest.raises(TaskQuota, match="open_bytes_max" if again else "ledger_bytes_max") as caught:
         submit(run, task("b"), keys={"b": "x" * 3_000}, limits=strict)
     assert caught.value.retryable is again
     assert submit(run, task("a"), keys={"a": "x" * 2_000}, finish=True, limits=strict).num_added == 0

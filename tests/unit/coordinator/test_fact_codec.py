@@ -96,7 +96,7 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
 def replay_specs() -> st.SearchStrategy[records.ReplaySpec]:
     return st.builds(
         records.ReplaySpec,
-        max_staleness=st.just(records.ANY_STALENESS) | st.integers(1, 100),
+        max_staleness=st.just(records.UNLIMITED) | st.integers(1, 100),
         share=st.floats(0.5, 1.0),
         capacity_groups=st.integers(1, 16_384),
         capacity_bytes=st.integers(1, 2**40),

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.mesh.config import ReplayConfig
-from rollmesh.services.coordinator.core.records import ANY_STALENESS, ReplaySpec
+from rollmesh.services.coordinator.core.records import UNLIMITED, ReplaySpec, RunSpec
 from rollmesh.services.coordinator.core.replay_priorities import (
     Advantage,
     Compensation,
@@ -20,7 +19,9 @@ from rollmesh.services.coordinator.core.replay_priorities import (
     Worth,
     make_priority,
 )
+from rollmesh.services.coordinator.fact_codec import decode, encode
 from rollmesh.shared.config.settings import SettingError
+from rollmesh.v1 import events_pb2
 from tests.sim.world import endless_spec
 
 
@@ -91,8 +92,8 @@ def test_the_first_part_of_a_batch_is_the_shortest_correct_and_the_longest_incor
 @pytest.mark.parametrize(
     ("fields", "field", "what"),
     [
-        ({"max_staleness": 0}, "max_staleness", "the bound of replayed samples has no default"),
-        ({"max_staleness": -2}, "max_staleness", "must be in"),
+        ({"max_staleness": 0}, "max_staleness", "in [1, 1000000000] or unlimited, got 0; it has no default"),
+        ({"max_staleness": -1}, "max_staleness", "or unlimited, got -1"),
         ({"share": 0.0}, "share", "must be in"),
         ({"priority": "newest"}, "priority", "must be one of fifo, advantage, return, success_per_task, compensation"),
         ({"options": {"temperature": 1.0}}, "options.temperature", "must be an option of fifo"),
@@ -111,7 +112,7 @@ def test_the_first_part_of_a_batch_is_the_shortest_correct_and_the_longest_incor
     ],
 )
 def test_a_wrong_replay_log_is_refused(fields: dict[str, Any], field: str, what: str) -> None:
-    valid: dict[str, Any] = {"max_staleness": ANY_STALENESS, "share": 0.5, "capacity_groups": 8}
+    valid: dict[str, Any] = {"max_staleness": UNLIMITED, "share": 0.5, "capacity_groups": 8}
     with pytest.raises(SettingError) as caught:
         ReplaySpec(**(valid | fields))
     assert caught.value.field == field
@@ -154,5 +155,12 @@ def test_a_share_that_is_a_rounded_number_has_all_of_its_groups(share: float, am
     assert endless_spec(batch_groups=amount, replay=replay).fresh_groups == amount - quota
 
 
-def test_an_unlimited_bound_in_a_file_is_one_that_admits_all() -> None:
-    assert ReplayConfig(max_staleness="unlimited").spec().max_staleness == ANY_STALENESS
+def test_an_unlimited_bound_admits_all_and_must_be_written() -> None:
+    assert ReplaySpec(max_staleness="unlimited").bound.max_staleness == 10**9
+    spec = endless_spec(batch_groups=4, replay=ReplaySpec(max_staleness="unlimited"))
+    message = encode(spec, events_pb2.RunSpec)
+    assert message.replay.max_staleness == "unlimited"
+    assert decode(RunSpec, message) == spec
+    message.replay.ClearField("max_staleness")
+    with pytest.raises(SettingError, match="has no default"):
+        decode(RunSpec, message)

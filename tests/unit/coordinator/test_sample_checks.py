@@ -19,7 +19,7 @@ PEER, DATASET, POLICY = PB.SEGMENT_SOURCE_PEER, PB.SEGMENT_SOURCE_DATASET, PB.SE
 TOOL, PROMPT = PB.SEGMENT_SOURCE_TOOL, PB.SEGMENT_SOURCE_PROMPT
 ACTION, OBSERVATION, CONTEXT = PB.SEGMENT_ROLE_ACTION, PB.SEGMENT_ROLE_OBSERVATION, PB.SEGMENT_ROLE_CONTEXT
 DIGEST = "ab" * 32
-LIMITS = i.SampleLimits(groups_max=9, waiting_max=9, waiting_bytes_max=9)
+LIMITS = i.SubmissionLimits(total_max=9, waiting_max=9, waiting_bytes_max=9)
 
 
 def task(task_id: str = "t") -> PB.Task:

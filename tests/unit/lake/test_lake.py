@@ -28,6 +28,7 @@ from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import types_pb2
 from tests.tamper.ledger_copy import made, store
 
+from ..coordinator import test_core_foreign_samples as foreign
 from ..coordinator.core_run import CoreRun
 from ..coordinator.test_audit import honest, rolled_back
 from ..coordinator.test_core_replay import Replaying
@@ -174,6 +175,28 @@ async def test_a_replayed_sample_is_a_row_that_names_its_original(tmp_path: Path
         assert (original["purpose"], original["stored"], original["replay_of"]) == ("train", True, None)
         assert row["steps"] == original["steps"]
         assert row["staleness"] == int(row["update"]) - 1 - original["steps"][0]["step"]
+
+
+async def test_a_submitted_sample_has_the_key_and_the_provenance_that_its_client_gave(tmp_path: Path) -> None:
+    run = foreign.begun(foreign.peer(max_age=0), max_staleness=0, batch_groups=2)
+    origin = f.Provenance(mesh="north", run="n1", step=12)
+    foreign.submit(run, foreign.group("north/12"), foreign.group("too-old"), provenance=origin)
+    foreign.roll(run, 8)
+    assert foreign.train(run, 1) == ["g0", "g1"]
+    foreign.submit(run, foreign.group("unknown"))
+    foreign.roll(run, 8, step=1)
+    foreign.train(run, 2)
+    run.checkpoint(2, run.core.state.the_clock.digest)
+    bus = await store(made([record.facts for record in run.records]))
+    await bus.create(run_streams("r").samples)
+    await export_samples(bus, "r", tmp_path)
+    rows = rows_of(tmp_path)
+    found = {row["submitted_key"]: row["provenance"] for row in rows}
+    assert found == {"north/12": {"mesh": "north", "run": "n1", "step": 12}, "unknown": None, None: None}
+    assert all(bool(row["external"]) is bool(row["submitted_key"]) for row in rows)
+    with opened(tmp_path) as tables:
+        (trained,) = tables.query("SELECT count(*) FROM samples WHERE provenance.mesh = 'north'").rows
+    assert trained == (2,)
 
 
 @pytest.mark.parametrize("make", [honest, rolled_back, mixed, replaying])

@@ -1,4 +1,4 @@
-"""A worker replays submitted episodes: it encodes text for its model, computes log-probs of PEER tokens, and keeps
+"""A worker takes submitted episodes as given: it encodes text, computes log-probs of PEER tokens, and keeps
 token ids as they are."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def token_segment(index: int, ids: list[int], **fields: Any) -> types_pb2.Segmen
     return PB.Segment(parent=index - 1, token_ids=encode_ints(np.array(ids, dtype=np.int32)), sampling=-1, **fields)
 
 
-async def replayed(
+async def taken(
     *segments: types_pb2.Segment, source: Any = PEER, config: RolloutConfig | None = None
 ) -> tuple[LocalMesh, coordinator_pb2.EpisodeReport, Episode]:
     mesh = LocalMesh(script=lambda text: "never", config=config or RolloutConfig())
@@ -50,7 +50,7 @@ def text_of(mesh: LocalMesh, segment: Segment) -> str:
 
 
 async def test_the_text_of_a_peer_is_encoded_and_scored_by_this_model() -> None:
-    mesh, report, episode = await replayed(
+    mesh, report, episode = await taken(
         text_segment(0, "call 1+2"), text_segment(1, "3"), text_segment(2, "it is 3 <|end|>")
     )
     prompt, call, result, answer = episode.segments
@@ -80,7 +80,7 @@ async def test_the_text_of_a_peer_is_encoded_and_scored_by_this_model() -> None:
 
 
 async def test_a_given_solution_is_trained_without_log_probs() -> None:
-    mesh, report, episode = await replayed(text_segment(0, "3", DATASET), source=DATASET)
+    mesh, report, episode = await taken(text_segment(0, "3", DATASET), source=DATASET)
     assert mesh.generator.scored == []
     assert episode.segments[-1].logprobs is None
     assert episode.segments[-1].num_trainable == episode.segments[-1].num_tokens
@@ -88,7 +88,7 @@ async def test_a_given_solution_is_trained_without_log_probs() -> None:
 
 
 async def test_tags_of_content_are_single_tokens_and_tags_of_turns_are_text() -> None:
-    mesh, _, episode = await replayed(text_segment(0, "<tool_call>3</tool_call><|end|><|user|>"))
+    mesh, _, episode = await taken(text_segment(0, "<tool_call>3</tool_call><|end|><|user|>"))
     tokens = episode.segments[-1].token_ids.tolist()
     ids = [mesh.tokenizer.token_id(tag) for tag in ("<tool_call>", "</tool_call>", "<|end|>", "<|user|>")]
     assert [tokens.count(number) for number in ids if number is not None] == [1, 1, 1, 0], "one <|end|> ends the turn"
@@ -116,7 +116,7 @@ async def test_a_shared_rollout_has_the_same_tokens_again_under_the_same_tokeniz
 
 
 async def test_a_turn_that_a_limit_ended_has_no_end_of_a_turn() -> None:
-    mesh, _, episode = await replayed(text_segment(0, "12", finish=PB.FINISH_REASON_LENGTH))
+    mesh, _, episode = await taken(text_segment(0, "12", finish=PB.FINISH_REASON_LENGTH))
     assert text_of(mesh, episode.segments[-1]) == "12"
 
 
@@ -124,7 +124,7 @@ async def test_token_ids_stay_as_they_are_with_their_log_probs_version_and_mask(
     version = PB.PolicyVersion(policy="other", step=3)
     logprobs = encode_floats(np.array([-1.0, -2.0], dtype=np.float32))
     mask = encode_mask(np.array([0, 1], dtype=np.uint8))
-    mesh, report, episode = await replayed(
+    mesh, report, episode = await taken(
         token_segment(0, [5, 6], role=CONTEXT, source=PB.SEGMENT_SOURCE_PROMPT),
         token_segment(1, [7, 8], role=ACTION, source=PEER, version=version, logprobs=logprobs, loss_mask=mask),
     )
@@ -140,7 +140,7 @@ async def test_token_ids_stay_as_they_are_with_their_log_probs_version_and_mask(
 
 
 async def test_token_ids_of_a_peer_without_log_probs_get_those_of_this_model() -> None:
-    _, _, episode = await replayed(
+    _, _, episode = await taken(
         token_segment(0, [5, 6], role=CONTEXT, source=PB.SEGMENT_SOURCE_PROMPT),
         token_segment(1, [7, 8], role=ACTION, source=PEER),
     )
@@ -158,13 +158,13 @@ async def test_an_episode_that_is_too_long_for_this_model_has_no_sample(has_toke
             token_segment(0, [5], role=CONTEXT, source=PB.SEGMENT_SOURCE_PROMPT),
             token_segment(1, [7] * 30, role=ACTION, source=PEER),
         ]
-    _, report, _ = await replayed(*long, config=config)
+    _, report, _ = await taken(*long, config=config)
     assert list(report.samples) == []
 
 
 async def test_a_token_id_outside_the_vocabulary_has_no_sample() -> None:
     for wrong in (10_000_000, -1):
-        _, report, _ = await replayed(
+        _, report, _ = await taken(
             token_segment(0, [5], role=CONTEXT, source=PB.SEGMENT_SOURCE_PROMPT),
             token_segment(1, [7, wrong], role=ACTION, source=PEER),
         )
@@ -175,7 +175,7 @@ async def test_a_token_id_outside_the_vocabulary_has_no_sample() -> None:
 async def test_an_episode_is_trained_as_a_whole_or_not(segments_max: int, num_samples: int) -> None:
     config = RolloutConfig(limits=LimitsConfig(segments_max=segments_max))
     turns = (text_segment(0, "call 1+2"), text_segment(1, "3"), text_segment(2, "3"))  # and the prompt
-    _, report, _ = await replayed(*turns, config=config)
+    _, report, _ = await taken(*turns, config=config)
     assert len(report.samples) == num_samples
 
 

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from rollmesh.services.coordinator.run_storage import RunStorage
 from rollmesh.shared.bus import payload_bus
-from rollmesh.shared.bus.bus import BusUnavailable, StreamFull, UnknownRecord
+from rollmesh.shared.bus.bus import BusUnavailable, StreamFull, StreamSpec, UnknownRecord
 from rollmesh.shared.bus.payload_bus import PayloadBus, SampleStream, WrongHost
 from rollmesh.shared.bus.payload_writer import PayloadWriter
-from rollmesh.shared.bus.run_streams import run_streams
-from rollmesh.shared.errors import InvalidInput
+from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
+from rollmesh.shared.errors import DiskFull, InvalidInput
 from rollmesh.shared.store.payload_files import PayloadFiles, in_file
-from rollmesh.testing.memory_bus import MemoryBus
+from rollmesh.testing.memory_bus import MemoryBus, MemoryStream
 
 STREAMS = run_streams("r")
 NAME = STREAMS.samples.name
@@ -125,10 +126,34 @@ async def test_both_kinds_are_read_and_a_purged_file_is_an_unknown_record(tmp_pa
 async def test_the_folder_of_a_run_is_private_and_removed_with_its_stream(tmp_path: Path) -> None:
     bus = files_bus(tmp_path / "payloads")
     log = await samples_of(bus)
+    await (await bus.create(STREAMS.ledger)).append(b"created", msg_id="1")
     await log.append(b"x", msg_id="1")
     folder = tmp_path / "payloads" / "r"
     assert folder.stat().st_mode & 0o777 == 0o700
     await bus.delete(NAME)
     assert not folder.exists()
-    assert await bus.names() == []
+    assert await bus.names() == [STREAMS.ledger.name]
     await bus.close()
+
+
+async def test_a_run_that_cannot_be_made_removes_no_payloads_of_the_same_run_on_another_nats(tmp_path: Path) -> None:
+    at = await (await samples_of(files_bus(tmp_path / "payloads"))).append(b"kept", msg_id="1")
+
+    class FullBus(MemoryBus):
+        full = ""
+
+        async def create(self, spec: StreamSpec) -> MemoryStream:
+            if spec.name == self.full:
+                raise DiskFull("no room")
+            return await super().create(spec)
+
+    for run, has_files in (("r", True), ("other", False)):
+        for full in (run_streams(run).ledger.name, run_streams(run).dead.name):
+            server = FullBus()
+            server.full = full
+            bus = PayloadBus(server, tmp_path / "payloads", write=True, bytes_max=1 << 20)
+            with pytest.raises(DiskFull):
+                await RunStorage(bus, tmp_path / "runs", StreamLimits()).make(run)
+            assert await bus.names() == []
+            assert (tmp_path / "payloads" / run).exists() is has_files
+    assert PayloadFiles(tmp_path / "payloads" / "r").read(at) == b"kept"

@@ -37,6 +37,8 @@ class SampleLineage:
     """Its sequence is 0 if there is none."""
     replay_of: str = ""
     """Its original if it is a replayed sample. The row of the original has the episode, the task and the tokens."""
+    provenance: f.Provenance | None = None
+    """Where a submitted sample comes from, if the client named it. `group.submitted_key` is its key."""
     reserved_s: float
     scored_s: float | None = None
     """Times are seconds since 1970."""
@@ -103,6 +105,7 @@ class _LiveGroup:
     reserved_s: float
     num_open: int
     """Reservations and live samples."""
+    provenance: f.Provenance | None = None
     attempts: dict[str, tuple[int, str]] = field(default_factory=dict)
     """(attempt, node) of the episodes that have not ended."""
     members: set[str] = field(default_factory=set)
@@ -126,6 +129,8 @@ class Lineage:
         self._groups: dict[str, _LiveGroup] = {}
         self._live: dict[str, SampleLineage] = {}
         self._commits: list[_OpenCommit] = []
+        self._submitted: dict[str, f.Provenance] = {}
+        """Provenances of the submitted groups that wait for admission, by key."""
         self._now_s = 0.0
 
     @property
@@ -154,8 +159,18 @@ class Lineage:
     def _ends(self, fact: f.Fact) -> Iterator[SampleLineage]:
         """Fold a fact that is not a commit, and yield what it ends."""
         match fact:
+            case f.SamplesSubmitted() if fact.provenance != f.Provenance():
+                self._submitted |= {group.key: fact.provenance for group in fact.groups}
+            case f.SubmittedSamplesDropped():
+                for key in fact.keys:
+                    self._submitted.pop(key, None)
             case f.GroupReserved():
-                self._groups[fact.group] = _LiveGroup(fact=fact, reserved_s=self._now_s, num_open=fact.num_episodes)
+                self._groups[fact.group] = _LiveGroup(
+                    fact=fact,
+                    reserved_s=self._now_s,
+                    num_open=fact.num_episodes,
+                    provenance=self._submitted.pop(fact.submitted_key, None),
+                )
             case f.EpisodesAdded():
                 self._groups[fact.group].num_open += fact.num_episodes
             case f.EpisodeLeased():
@@ -189,6 +204,7 @@ class Lineage:
             attempt=attempt,
             node_id=node_id,
             payload=f.PayloadRef(),
+            provenance=group.provenance,
             reserved_s=group.reserved_s,
             ended_s=self._now_s,
             end=fact.end,
@@ -207,6 +223,7 @@ class Lineage:
                 node_id=node_id,
                 meta=meta,
                 payload=fact.payload,
+                provenance=group.provenance,
                 reserved_s=group.reserved_s,
                 scored_s=self._now_s,
             )

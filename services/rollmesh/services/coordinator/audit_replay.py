@@ -111,7 +111,7 @@ class Replays:
                 )
         lag = update - 1 - min((span.step for span in steps), default=update)
         bound = self._spec.max_staleness if self._spec is not None else 0
-        if steps and (lag < 0 or (bound >= 0 and lag > bound)):
+        if steps and (lag < 0 or (isinstance(bound, int) and lag > bound)):
             self._complain(
                 "bound",
                 f"{what} replayed sample {sample_id} with staleness {lag}, replay bound {bound}: steps {_text(steps)}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -92,8 +92,8 @@ class ReplayLine(msgspec.Struct, frozen=True, kw_only=True):
     """The account of replayed samples."""
 
     samples: SampleTotals
-    bound: int
-    """The staleness bound of replayed samples; -1: unlimited."""
+    bound: int | Literal["unlimited"]
+    """The staleness bound of replayed samples."""
     lags: dict[int, int]
     """Used replayed samples by lag; -1 counts those that train no POLICY token."""
 
@@ -171,10 +171,9 @@ class AuditReport(msgspec.Struct, frozen=True, kw_only=True):
             f"  head          {self.head}",
         ]
         if self.replay is not None:
-            most = "unlimited" if self.replay.bound < 0 else f"bound {self.replay.bound}"
             lines += [
                 f"  replay        {_describe(self.replay.samples)}",
-                f"  replayed      {most}; samples used by staleness: {_by_lag(self.replay.lags)}",
+                f"  replayed      bound {self.replay.bound}; samples used by staleness: {_by_lag(self.replay.lags)}",
             ]
         lines += [
             f"  changed       at record {c.position}: {c.key} {c.old or '(none)'} -> {c.new or '(none)'}"

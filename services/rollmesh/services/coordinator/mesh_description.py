@@ -109,14 +109,14 @@ class MeshDescriber:
         files = self._given.model.listing if self._given is not None and self._given.model is not None else ()
         return next((file.sha256 for file in files if file.name == "tokenizer.json"), "")
 
-    def check_tasks(self, tasks: Sequence[types_pb2.Task], *, replayed: bool = False) -> None:
+    def check_tasks(self, tasks: Sequence[types_pb2.Task], *, by_agent: bool = True) -> None:
         """Check that the mesh has the agents, tools and oracles of submitted tasks, and that the agents read no private
         extras. Raises InvalidInput with the task and the field. A coordinator without a configuration checks nothing.
-        `replayed`: no agent runs on them."""
+        `by_agent`: an agent runs on them."""
         if self._given is None:
             return
         for index, task in enumerate(tasks):
-            if task.agent in self._given.private_agents and not replayed:
+            if task.agent in self._given.private_agents and by_agent:
                 raise field_error(
                     f"{validation.task_place(index, task)}.agent",
                     "name an agent that reads no private extras, because a submitted task has none",
@@ -124,7 +124,7 @@ class MeshDescriber:
                     "choose another agent, or remove its entry of rollout.private_extras",
                 )
             for field, named, known in (
-                ("agent", [task.agent] if task.agent and not replayed else [], self._given.agents),
+                ("agent", [task.agent] if task.agent and by_agent else [], self._given.agents),
                 ("tools", task.tools, self._given.tools),
                 ("oracle_ref", _schemes(task.oracle_ref), self._given.oracles),
             ):

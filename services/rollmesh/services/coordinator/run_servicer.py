@@ -170,7 +170,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         if request.tasks:
             validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
         limits = i.SubmissionLimits(
-            tasks_max=quotas.tasks_max, open_max=quotas.open_max, open_bytes_max=quotas.open_bytes_max
+            total_max=quotas.tasks_max, waiting_max=quotas.open_max, waiting_bytes_max=quotas.open_bytes_max
         )
         random = self._ids.new()
         submitted = await driver.submit(lambda ticket: translate.submit_tasks(ticket, request, random, limits))
@@ -179,7 +179,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         digest, quotas = self._mesh.tokenizer_digest, self._samples
         sample_submissions.check(request, task_bytes_max=self._submitted.task_bytes_max, tokenizer_digest=digest)
-        self._mesh.check_tasks(request.tasks, replayed=True)
+        self._mesh.check_tasks(request.tasks, by_agent=False)
         driver = await self._runs.get(request.run)
         validation.check_submitted_scorers(request, await self._outgoing.reward_names(request.run))
         if not self._keeper.fleet.knows(PROTOCOL):
@@ -187,10 +187,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
                 f"a node has a protocol below {PROTOCOL}, which does not know submitted samples; upgrade all nodes "
                 "(`rollmesh status` lists them), then submit again"
             )
-        limits = i.SampleLimits(
-            groups_max=quotas.groups_max,
-            waiting_max=quotas.waiting_max,
-            waiting_bytes_max=quotas.waiting_bytes_max,
+        limits = i.SubmissionLimits(
+            total_max=quotas.groups_max, waiting_max=quotas.waiting_max, waiting_bytes_max=quotas.waiting_bytes_max
         )
         random = self._ids.new()
         submitted = await driver.submit(lambda ticket: sample_submissions.to_input(ticket, request, random, limits))

@@ -17,11 +17,10 @@ from rollmesh.services.coordinator.core.facts import AnswerKey, Provenance, Segm
 from rollmesh.services.coordinator.core.records import SubmittedSource
 from rollmesh.services.coordinator.fact_codec import decode
 from rollmesh.shared.codec.trajectory import decode_episode
-from rollmesh.shared.errors import PayloadTooLarge, Phrase, TokenizerMismatch, field_error
+from rollmesh.shared.domain.text import count_of
+from rollmesh.shared.errors import Phrase, TokenizerMismatch, field_error
 from rollmesh.v1 import run_pb2, types_pb2
 
-SUBMIT_MAX = 1024
-"""Most episodes, and most tasks, of a call."""
 SEGMENTS_MAX = 1024
 SOURCES = {name.upper(): SegmentSource[name.upper()] for name in get_args(SubmittedSource)}
 """Sources of submitted samples by name."""
@@ -40,18 +39,12 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
     if it is not known, and then no episode may have token ids. Raises PayloadTooLarge for a size, TokenizerMismatch for
     tokens of another tokenizer."""
     validation.check_run(request.run)
-    num = len(request.episodes)
-    if not 1 <= num <= SUBMIT_MAX:
-        raise field_error("episodes", f"have 1 to {SUBMIT_MAX} entries", Phrase(f"{num} entries"))
-    if len(request.tasks) > SUBMIT_MAX:
-        raise field_error("tasks", f"have at most {SUBMIT_MAX} entries", Phrase(f"{len(request.tasks)} entries"))
-    if (size := request.ByteSize()) > validation.SUBMIT_BYTES_MAX:
-        raise PayloadTooLarge(
-            f"a call of SubmitSamples must have at most {validation.SUBMIT_BYTES_MAX} bytes, got {size} with {num} "
-            "episodes; submit them in several calls",
-            bytes=size,
-            bytes_max=validation.SUBMIT_BYTES_MAX,
-        )
+    num, num_tasks, most = len(request.episodes), len(request.tasks), validation.SUBMIT_MAX
+    if not 1 <= num <= most:
+        raise field_error("episodes", f"have 1 to {most} entries", Phrase(f"{num} entries"))
+    if num_tasks > most:
+        raise field_error("tasks", f"have at most {most} entries", Phrase(f"{num_tasks} entries"))
+    validation.check_submitted_bytes("a call of SubmitSamples", request.ByteSize(), count_of(num, "episode"))
     if _name(request.source) not in SOURCES:
         raise field_error("source", f"be one of {', '.join(get_args(SubmittedSource))}", _name(request.source))
     for name in ("mesh", "run"):
@@ -68,7 +61,7 @@ def check(request: run_pb2.SubmitSamplesRequest, *, task_bytes_max: int, tokeniz
 
 
 def to_input(
-    ticket: int, request: run_pb2.SubmitSamplesRequest, submission: str, limits: i.SampleLimits
+    ticket: int, request: run_pb2.SubmitSamplesRequest, submission: str, limits: i.SubmissionLimits
 ) -> i.SubmitSamples:
     """Return a checked request as an input of the core. No agent runs on the tasks, so they name none."""
     tasks = {task.task_id: structs.replace(decode(Task, task), split="train", agent="") for task in request.tasks}
@@ -125,14 +118,8 @@ def _check_recorded(request: run_pb2.SubmitSamplesRequest) -> None:
     tasks = {task.task_id: task.ByteSize() for task in request.tasks}
     of_groups = {episode.key.group: tasks[episode.key.task] for episode in request.episodes}
     size = sum(of_groups.values()) + sum(one.ByteSize() for one in (*request.episodes, *request.answer_keys))
-    if size > validation.SUBMIT_BYTES_MAX:
-        raise PayloadTooLarge(
-            f"the episodes and answer keys of a call of SubmitSamples, with the task of each group, must have at most "
-            f"{validation.SUBMIT_BYTES_MAX} bytes, got {size} with {len(of_groups)} groups; submit them in several "
-            "calls",
-            bytes=size,
-            bytes_max=validation.SUBMIT_BYTES_MAX,
-        )
+    what = "the episodes and answer keys of a call of SubmitSamples, with the task of each group,"
+    validation.check_submitted_bytes(what, size, count_of(len(of_groups), "group"))
 
 
 def _check_tokenizer(given: str, known: str) -> None:

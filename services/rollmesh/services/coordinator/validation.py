@@ -34,6 +34,7 @@ from rollmesh.shared.codec.checks import (
 )
 from rollmesh.shared.domain.extras import PUBLIC_BYTES_MAX, check_extras, decode_extras
 from rollmesh.shared.domain.reward_range import RANGE_FORM, in_reward_range
+from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import TRAINED_MEASURES
 from rollmesh.shared.errors import InvalidInput, PayloadTooLarge, Phrase, field_error
 from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2, types_pb2
@@ -71,7 +72,7 @@ TrainerMessage: TypeAlias = (
     | coordinator_pb2.WatchReadyRequest
 )
 SUBMIT_MAX = 1024
-"""Most tasks of a call of SubmitTasks."""
+"""Most tasks, and most episodes, of a call that submits."""
 SUBMIT_BYTES_MAX = 2 * 1024 * 1024
 """Maximum size of the tasks and answer keys of a call, bytes: with the groups that admit as many tasks at once, they
 must fit into a ledger record."""
@@ -176,14 +177,18 @@ def check_submission(request: run_pb2.SubmitTasksRequest, *, task_bytes_max: int
     num = len(request.tasks)
     if not (num or request.finish) or num > SUBMIT_MAX:
         raise field_error("tasks", f"have 1 to {SUBMIT_MAX} entries, or none with `finish`", Phrase(f"{num} entries"))
-    if (size := request.ByteSize()) > SUBMIT_BYTES_MAX:
+    check_submitted_bytes("a call of SubmitTasks", request.ByteSize(), count_of(num, "task"))
+    check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
+
+
+def check_submitted_bytes(what: str, size: int, amount: str) -> None:
+    """Check the size of a call that submits `amount`. Raises PayloadTooLarge."""
+    if size > SUBMIT_BYTES_MAX:
         raise PayloadTooLarge(
-            f"a call of SubmitTasks must have at most {SUBMIT_BYTES_MAX} bytes, got {size} with {num} tasks; submit "
-            "them in several calls",
+            f"{what} must have at most {SUBMIT_BYTES_MAX} bytes, got {size} with {amount}; make several calls",
             bytes=size,
             bytes_max=SUBMIT_BYTES_MAX,
         )
-    check_tasks_with_keys(request, task_bytes_max=task_bytes_max)
 
 
 def check_tasks_with_keys(

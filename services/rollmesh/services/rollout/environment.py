@@ -442,7 +442,7 @@ class Environment:
         finish = FinishReason.STOP if given.size and int(given[-1]) in ends else FinishReason.UNFINISHED
         self._give(role, source, given, messages, train=train, finish=finish)
 
-    def replay(self, segment: Segment, params: SamplingParams | None = None) -> None:
+    def give_segment(self, segment: Segment, params: SamplingParams | None = None) -> None:
         """Append a segment of a finished episode of another source unchanged, with its log-probs and its loss mask.
         `params` are those with which it was sampled. Raises ValueError for tokens of source POLICY, which only
         `generate` appends."""
@@ -450,7 +450,7 @@ class Environment:
             raise ValueError("`segment.source` must not be POLICY, because this run did not sample it here")
         state = self._state
         state.check()
-        self._head = state.recorder.add_replayed(self._head, segment, params)
+        self._head = state.recorder.add_segment(self._head, segment, params)
         self._grow(segment.token_ids)
         self._check_segments()
 

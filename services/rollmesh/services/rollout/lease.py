@@ -31,7 +31,7 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     submitted: bool = False
     """Whether a client submitted the task, so that the data service does not have it."""
     given: types_pb2.Episode | None = None
-    """A finished episode of another source, which is replayed in place of an agent."""
+    """A finished episode of another source, which is given in place of an agent."""
     given_source: Source | None = None
     """Source of its trained tokens."""
 

@@ -82,7 +82,7 @@ class Recorder:
         )
         return self._append(segment, key)
 
-    def add_replayed(self, parent: int, segment: Segment, params: SamplingParams | None) -> int:
+    def add_segment(self, parent: int, segment: Segment, params: SamplingParams | None) -> int:
         """Record a segment of a finished episode of another source below `parent`; return its index. `params` are those
         with which it was sampled, if they are known."""
         key = self._tree_node(parent).next_key()

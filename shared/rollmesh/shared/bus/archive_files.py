@@ -74,11 +74,12 @@ class ArchiveFiles:
         """Return a segment with the record `seq`. Raises SegmentDamaged if the folder cannot be read."""
         return next((segment for segment in self.segments() if segment.first <= seq <= segment.last), None)
 
-    def covered(self, seq: int) -> int:
-        """Return the last record of the segments that have all records from `seq` on; `seq` - 1 if none has `seq`."""
+    def covered(self, seq: int, *, without: ArchiveSegment | None = None) -> int:
+        """Return the last record of the segments, except for one, that have all records from `seq` on; `seq` - 1 if
+        none has `seq`."""
         last = seq - 1
         for segment in sorted(self.segments(), key=lambda segment: segment.first):
-            if segment.first <= last + 1:
+            if segment.first <= last + 1 and segment != without:
                 last = max(last, segment.last)
         return last
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Unpack
 
@@ -20,10 +21,11 @@ from rollmesh.shared.bus.bus import (
     StreamRecord,
     StreamSpec,
     UnknownRecord,
+    UnknownStream,
     check_append,
 )
 from rollmesh.shared.bus.payload_writer import PayloadWriter
-from rollmesh.shared.bus.run_streams import run_of_samples
+from rollmesh.shared.bus.run_streams import run_of_samples, run_streams
 from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.shared.store.payload_files import NoPayloadFile, PayloadFiles, in_file
 from rollmesh.shared.telemetry.logs import apart
@@ -168,11 +170,24 @@ class PayloadBus:
         return await self._bus.names()
 
     async def delete(self, name: str) -> None:
+        """Remove also the files, unless the ledger of the run has no record: they are then those of a run of this name
+        on another NATS, and the creation of this one is rolled back."""
         if (run := run_of_samples(name)) and self._folder is not None:
             if (known := self._streams.pop(name, None)) is not None:
                 await known.close()
-            await asyncio.to_thread(PayloadFiles(self._folder / run).remove_all)
+            files = PayloadFiles(self._folder / run)
+            if await self._has_records(run_streams(run).ledger.name):
+                await asyncio.to_thread(files.remove_all)
+            else:
+                with suppress(OSError):  # it has files
+                    await asyncio.to_thread(files.folder.rmdir)
         await self._bus.delete(name)
+
+    async def _has_records(self, stream: str) -> bool:
+        try:
+            return (await (await self._bus.open(stream)).info()).last_seq > 0
+        except UnknownStream:
+            return False
 
     async def close(self) -> None:
         for stream in self._streams.values():

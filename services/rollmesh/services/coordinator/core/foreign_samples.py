@@ -5,7 +5,7 @@ takes as given. So scores, payloads, retries and leases are those of every group
 
     age at update k = (k - 1) - applied step at the submission <= max_age of the source
     groups of a source that no batch has yet <= floor(share * fresh_groups), so that rollouts always have room
-    groups of a source in a batch <= share * its amount without what the replay log draws
+    groups of a source in a batch <= share * its amount without what the replay log draws, or one whole group
 
 The counters of their samples are those of the source, see `State.foreign`. A key of a group is used once.
 """
@@ -35,14 +35,14 @@ from rollmesh.services.coordinator.core.state import (
     samples_digest,
 )
 from rollmesh.services.coordinator.core.submissions import with_reference
-from rollmesh.shared.errors import Phrase, RunEnded, SampleConflict, SampleQuota, SamplesNotAccepted, field_error
+from rollmesh.services.coordinator.core.submitted import SAMPLES, Amount
+from rollmesh.shared.errors import Phrase, SamplesNotAccepted, field_error
 
 BEYOND_AGE = "BEYOND_AGE"
 """Reason of samples that are older than the bound of their source."""
 ZERO_VARIANCE = "ZERO_VARIANCE"
 NOT_ACCEPTED = "NOT_ACCEPTED"
 """Reason of samples whose source the run does not accept any more."""
-RETRY_AFTER_S = 1.0
 _ROUNDING = 1e-9
 
 
@@ -58,13 +58,21 @@ def submit(ctx: DecisionContext, request: i.SubmitSamples) -> None:
             source=source,
         )
     keys = {key.task_id: key for key in request.answer_keys}
-    new = [group for group in request.groups if not _is_known(state, group, source, keys.get(group.task.task_id))]
+    new = SAMPLES.new(
+        request.groups,
+        state.foreign_keys,
+        lambda group: group.key,
+        lambda group: samples_digest(group, source, keys.get(group.task.task_id)),
+    )
     if new:
-        _check_open(ctx)
+        SAMPLES.check_open(ctx)
         _check_sizes(ctx, new)
         tasks = {group.task.task_id for group in new}
         with_key = tuple(key for key in request.answer_keys if key.task_id in tasks)
-        _check_quota(state, new, with_key, request.limits)
+        num_bytes = sum(map(samples_bytes, new)) + sum(map(key_bytes, with_key))
+        waiting = Amount(len(state.foreign_waiting), state.foreign_waiting_bytes)
+        of_call = Amount(len(new), num_bytes)
+        SAMPLES.check_quota(ctx.spec.run, request.limits, of_call, waiting, len(state.foreign_keys), num_bytes)
         ctx.emit(
             f.SamplesSubmitted(
                 submission=request.submission,
@@ -171,20 +179,23 @@ def why_refused(ctx: DecisionContext, source: str, submitted_step: int) -> str:
 
 
 class BatchShare:
-    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw."""
+    """How much of a batch of `amount` its sources may still fill: their shares of what the replay log does not draw. A
+    batch may have one group of a source that is larger than its share, because no later batch has more room for it."""
 
     def __init__(self, ctx: DecisionContext, amount: int) -> None:
         replayed = ctx.spec.replay
         fresh = amount - replay.quota(ctx, amount) if replayed is not None and replayed.made.draws else amount
         self._left: dict[str, float] = {one.source: one.share * fresh + _ROUNDING for one in ctx.spec.foreign}
+        self._taken: set[str] = set()
 
     def take(self, group: GroupState, size: int) -> bool:
         """Return whether the batch may have a group of this size, and count it if so."""
         if not group.source:
             return True
-        if size > self._left.get(group.source, 0.0):
+        if group.source not in self._left or (size > self._left[group.source] and group.source in self._taken):
             return False
         self._left[group.source] -= size
+        self._taken.add(group.source)
         return True
 
 
@@ -210,26 +221,6 @@ def why_invalid(group: GroupState, sample: f.SampleMeta) -> str:
     return ""
 
 
-def _is_known(state: State, group: SubmittedGroup, source: str, key: AnswerKey | None) -> bool:
-    """Return whether the group was submitted before. Raises SampleConflict if its content was another one."""
-    known = state.foreign_keys.get(group.key)
-    if known is None:
-        return False
-    if known != samples_digest(group, source, key):
-        raise SampleConflict(
-            f"samples with key `{group.key}` were submitted before with other content; send the same content, or "
-            "choose another `key.group`",
-            key=group.key,
-        )
-    return True
-
-
-def _check_open(ctx: DecisionContext) -> None:
-    state = ctx.state
-    if state.ended or state.stopping:
-        raise RunEnded(f"run {ctx.spec.run} has ended: {state.ended or state.stopping}; it takes no further samples")
-
-
 def _check_sizes(ctx: DecisionContext, new: list[SubmittedGroup]) -> None:
     """Check that the groups are not larger than one of rollouts can become, so that a batch of them fits into its
     reply."""
@@ -239,43 +230,6 @@ def _check_sizes(ctx: DecisionContext, new: list[SubmittedGroup]) -> None:
             must = f"be at most {most} per group, {EXTEND_FACTOR_MAX} * run.group_size"
             got = Phrase(f"{len(group.episodes)} in group {group.key[:100]}")
             raise field_error("episodes", must, got, "divide the group, or submit fewer of its episodes")
-
-
-def _check_quota(state: State, new: list[SubmittedGroup], keys: tuple[AnswerKey, ...], limits: i.SampleLimits) -> None:
-    of_call = sum(map(samples_bytes, new)) + sum(map(key_bytes, keys))
-    if of_call > limits.ledger_bytes_left:
-        raise SampleQuota(
-            f"the ledger of run {state.the_spec.run} has room for {max(0, limits.ledger_bytes_left)} bytes of "
-            f"submitted samples, and this call has {of_call}; raise `coordinator.streams.ledger_bytes_max` and resume "
-            "the run",
-            ledger_bytes_left=limits.ledger_bytes_left,
-        )
-    if (num := len(state.foreign_keys) + len(new)) > limits.groups_max:
-        raise SampleQuota(
-            f"the run may get at most {limits.groups_max} groups of submitted samples "
-            f"(`coordinator.run.samples.groups_max`), and with this call it would have {num}; create another run, or "
-            "raise the limit",
-            groups_max=limits.groups_max,
-        )
-    if len(new) > limits.waiting_max or of_call > limits.waiting_bytes_max:
-        raise SampleQuota(
-            f"{len(new)} groups of submitted samples with {of_call} bytes can never wait for admission together, "
-            f"because at most {limits.waiting_max} with {limits.waiting_bytes_max} bytes may "
-            "(`coordinator.run.samples.waiting_max`, `waiting_bytes_max`); submit at most that many per call, or raise "
-            "the limits",
-            groups_per_call=limits.waiting_max,
-            bytes_per_call=limits.waiting_bytes_max,
-        )
-    waiting, num_bytes = len(state.foreign_waiting) + len(new), state.foreign_waiting_bytes + of_call
-    if waiting > limits.waiting_max or num_bytes > limits.waiting_bytes_max:
-        raise SampleQuota(
-            f"at most {limits.waiting_max} groups of submitted samples with {limits.waiting_bytes_max} bytes may wait "
-            f"for admission (`coordinator.run.samples.waiting_max`, `waiting_bytes_max`), and with this call {waiting} "
-            f"with {num_bytes} bytes would wait; submit them after others were admitted, or raise the limits",
-            retry_after_s=RETRY_AFTER_S,
-            waiting_max=limits.waiting_max,
-            waiting_bytes_max=limits.waiting_bytes_max,
-        )
 
 
 def _referring(group: SubmittedGroup, run: str, submission: str, keys: Mapping[str, AnswerKey]) -> SubmittedGroup:

@@ -224,13 +224,13 @@ class PublishVersion(TrainerRequest[PublishVersionResponse], frozen=True, kw_onl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmissionLimits:
-    """Limits of the submitted tasks of a run."""
+    """Limits of the submitted tasks, or of the groups of submitted samples, of a run."""
 
-    tasks_max: int
-    open_max: int
-    open_bytes_max: int
+    total_max: int
+    waiting_max: int
+    waiting_bytes_max: int
     ledger_bytes_left: int = 2**62
-    """Number of bytes of the ledger that submitted tasks may still use. The driver sets it."""
+    """Number of bytes of the ledger that they may still use. The driver sets it."""
 
 
 class SubmitTasks(Request[SubmitTasksResponse], frozen=True, kw_only=True):
@@ -242,17 +242,6 @@ class SubmitTasks(Request[SubmitTasksResponse], frozen=True, kw_only=True):
     limits: SubmissionLimits
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleLimits:
-    """Limits of the submitted samples of a run."""
-
-    groups_max: int
-    waiting_max: int
-    waiting_bytes_max: int
-    ledger_bytes_left: int = 2**62
-    """As in `SubmissionLimits`."""
-
-
 class SubmitSamples(Request[SubmitSamplesResponse], frozen=True, kw_only=True):
     submission: str
     """As in `SamplesSubmitted`."""
@@ -260,7 +249,7 @@ class SubmitSamples(Request[SubmitSamplesResponse], frozen=True, kw_only=True):
     groups: tuple[SubmittedGroup, ...]
     answer_keys: tuple[AnswerKey, ...] = ()
     provenance: Provenance = Provenance()
-    limits: SampleLimits
+    limits: SubmissionLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,8 +54,16 @@ class Bound(Record, frozen=True, kw_only=True, omit_defaults=True):
     beyond: BoundPolicy
 
 
-ANY_STALENESS = -1
-"""Value of a bound that admits every staleness."""
+UNLIMITED: Literal["unlimited"] = "unlimited"
+"""Value of a bound that is written and admits all."""
+_BOUND_MAX = 10**9
+
+
+def _check_bound(field: str, value: object, least: int) -> None:
+    """Check a bound without a default. Raises SettingError."""
+    if value != UNLIMITED and not (isinstance(value, int) and least <= value <= _BOUND_MAX):
+        must = f"must be a whole number in [{least}, {_BOUND_MAX}] or unlimited"
+        raise SettingError(field, f"{must}, got {value!r}; it has no default")
 
 
 _ROUNDING = 1e-9
@@ -67,9 +75,12 @@ def whole_share(share: float, amount: int) -> int:
     return floor(share * amount + _ROUNDING)
 
 
-class ReplaySettings(Settings):
-    """The replay log of a run, without its bound."""
+class ReplaySpec(Settings):
+    """The replay log: trained samples that later updates train again (docs/replay.md)."""
 
+    max_staleness: Annotated[int, Meta(ge=1, le=_BOUND_MAX)] | Literal["unlimited"]
+    """Largest number of updates between the oldest trained token of a replayed sample and its update. It must be
+    written, `unlimited` included."""
     share: Annotated[float, Meta(gt=0, le=1)] = 0.5
     """Largest share of a batch that is replayed. With the priorities `fifo` and `return`, every batch has this share,
     rounded down to whole groups, once the log has enough, and only the rest of it is generated, at least one group.
@@ -87,6 +98,7 @@ class ReplaySettings(Settings):
 
     def check_fields(self) -> None:
         """Raises SettingError."""
+        _check_bound("max_staleness", self.max_staleness, least=1)
         if self.made.once and self.share != 1:
             raise SettingError(
                 "share", f"must be 1 with priority {self.priority}, whose extra updates are replayed, got {self.share}"
@@ -101,27 +113,11 @@ class ReplaySettings(Settings):
         """Return how much of a batch of this amount may be replayed. At least one unit is fresh."""
         return min(whole_share(self.share, amount), amount - 1)
 
-
-class ReplaySpec(ReplaySettings):
-    """The replay log as the ledger records it. Its bound has no default."""
-
-    max_staleness: Annotated[int, Meta(ge=ANY_STALENESS, le=10**9)]
-    """Largest number of updates between the oldest trained token of a replayed sample and its update. -1: unlimited."""
-
-    def check_fields(self) -> None:
-        """Raises SettingError."""
-        if self.max_staleness == 0:
-            raise SettingError(
-                "max_staleness",
-                "must be >= 1, or -1 for unlimited, got 0 or nothing: the bound of replayed samples has no default",
-            )
-        super().check_fields()
-
     @property
     def bound(self) -> Bound:
         """The bound of replayed samples. No token of them is masked."""
-        most = 10**9 if self.max_staleness == ANY_STALENESS else self.max_staleness
-        return Bound(max_staleness=most, beyond=BoundPolicy.DROP)
+        most = self.max_staleness
+        return Bound(max_staleness=most if isinstance(most, int) else _BOUND_MAX, beyond=BoundPolicy.DROP)
 
 
 EPISODES_LIVE_MAX = 131_072
@@ -133,8 +129,6 @@ _Lease = Annotated[float, Meta(ge=0.01, le=86_400)]
 _Duration = Annotated[float, Meta(ge=0.01, le=604_800)]
 
 
-UNLIMITED: Literal["unlimited"] = "unlimited"
-"""A bound that is written and does not exist."""
 SubmittedSource = Literal["dataset", "rewritten", "peer", "human"]
 """A source of samples that clients may submit."""
 
@@ -144,12 +138,12 @@ class ForeignSource(Settings):
 
     source: SubmittedSource
     """The source. It must also be in `external_sources`."""
-    max_age: NonNegativeInt | Literal["unlimited"]
+    max_age: Annotated[int, Meta(ge=0, le=_BOUND_MAX)] | Literal["unlimited"]
     """Largest number of updates from the submission of a sample to its update, or `unlimited`. It has no default, so
     that no source is without a written bound."""
     share: Annotated[float, Meta(gt=0, le=1)]
     """Largest share of the groups of a batch, without those that are drawn from the replay log. The shares of all
-    sources sum to at most 1."""
+    sources sum to at most 1. A batch may have one larger group, because groups are whole."""
     keep_equal: bool = False
     """Whether groups with several samples whose rewards are all equal are kept. By default they end as
     filtered(ZERO_VARIANCE)."""
@@ -157,8 +151,7 @@ class ForeignSource(Settings):
     def check_fields(self) -> None:
         if self.source not in get_args(SubmittedSource):
             raise SettingError("source", f"must be one of {', '.join(get_args(SubmittedSource))}, got {self.source!r}")
-        if self.max_age != UNLIMITED and not (isinstance(self.max_age, int) and self.max_age >= 0):
-            raise SettingError("max_age", f"must be a whole number >= 0 or unlimited, got {self.max_age!r}")
+        _check_bound("max_age", self.max_age, least=0)
 
 
 class RunSettings(Settings):

@@ -68,7 +68,7 @@ class GivenAgent(Agent):
             segments = await _scored(env, segments, prompt, tokens)
         params = [decode_sampling_params(one) for one in self._episode.sampling_params]
         for segment in segments:
-            env.replay(segment, _params_of(params, segment.sampling))
+            env.give_segment(segment, _params_of(params, segment.sampling))
 
     def _why_unknown(self, env: Environment) -> str:
         """Return why the tokenizer cannot have made the token ids; empty if it can."""

@@ -59,17 +59,17 @@ function samples(state) {
     state.failed_attempts?.num ? h("p", { class: "notice" }, `${plural(state.failed_attempts.num, "failed attempt")} since the coordinator started. Newest: ${state.failed_attempts.cause}`) : null];
 }
 
-// Return the histogram of `field` of each update. A bound below 0 is unlimited.
+// Return the histogram of `field` of each update.
 function staleness(updates, field, bound, { id, title, missing }) {
-  const most = Number(bound ?? -1);
+  const unlimited = bound === "unlimited";
   const lags = [...new Set(updates.flatMap((one) => Object.keys(one[field]).map(Number)))];
-  const { labels, rowOf } = lagRows(most < 0 ? 0 : most, lags);
+  const { labels, rowOf } = lagRows(unlimited ? 0 : Number(bound ?? 0), lags);
   const byRow = updates.map((one) => {
     const found = {};
     for (const [lag, num] of Object.entries(one[field])) found[rowOf(Number(lag))] = (found[rowOf(Number(lag))] || 0) + num;
     return found;
   });
-  const note = `Rows are staleness; ${most < 0 ? "it has no bound" : `the bound is ${number(most)}`}. A darker cell is a larger share of the update.`;
+  const note = `Rows are staleness; ${unlimited ? "it has no bound" : `the bound is ${number(Number(bound ?? 0))}`}. A darker cell is a larger share of the update.`;
   return histogramOverTime(byRow, updates.map((one) => one.update), labels, { id, title, key: "staleness", note, missing });
 }
 
