@@ -94,7 +94,9 @@ class GatewayNode(JoinedNode):
             self._heads,
             stream_channel=stream_channel,
             streams=streams,
-            waits=ForwardedCalls("waiting calls of LeaseBatch", self._config.forwarded_max),
+            waits=ForwardedCalls(
+                "waiting calls of LeaseBatch, OpenEpisode and FinishEpisode", self._config.forwarded_max
+            ),
             call_s=self._config.call_s,
         )
         self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)
