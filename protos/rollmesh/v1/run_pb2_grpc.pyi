@@ -135,7 +135,8 @@ class RunServiceStub:
       FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
       FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
       OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
-      RESOURCE_EXHAUSTED TASK_QUOTA, PAYLOAD_TOO_LARGE: as for SubmitTasks.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
       UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
     """
     FinishEpisode: _grpc.UnaryUnaryMultiCallable[_run_pb2.FinishEpisodeRequest, _run_pb2.FinishEpisodeResponse]
@@ -387,7 +388,8 @@ class RunServiceAsyncStub(RunServiceStub):
       FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
       FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
       OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
-      RESOURCE_EXHAUSTED TASK_QUOTA, PAYLOAD_TOO_LARGE: as for SubmitTasks.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
       UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
     """
     FinishEpisode: _aio.UnaryUnaryMultiCallable[_run_pb2.FinishEpisodeRequest, _run_pb2.FinishEpisodeResponse]  # type: ignore[assignment]
@@ -666,7 +668,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
           FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
           OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
-          RESOURCE_EXHAUSTED TASK_QUOTA, PAYLOAD_TOO_LARGE: as for SubmitTasks.
+          RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+          RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
           UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
         """
 
