@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,12 +26,13 @@ from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, Ep
 from rollmesh.v1 import types_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
-from .external_trainer_mesh import mesh_without_learner, write_weights
+from .external_trainer_mesh import ROOT, finish, mesh_without_learner, write_weights
 from .test_mesh import Operator
 
+EXAMPLE = ROOT / "examples" / "live_traffic"
 CONTEXT, ACTION = types_pb2.SEGMENT_ROLE_CONTEXT, types_pb2.SEGMENT_ROLE_ACTION
 OBSERVATION = types_pb2.SEGMENT_ROLE_OBSERVATION
-SCORE = {"name": "environment", "reward": "score", "options": {"min": 0, "max": 1}}
+SCORE = {"name": "environment", "reward": "liked", "options": {"min": 0, "max": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config(model: Path, *, options: dict[str, Any] | None = None, **run: Any) -> MeshConfig:
     """One episode per key; an update trains on two of them."""
     values = {"submitted_tasks": True, "group_size": 1, "batch_groups": 2, "updates_max": 0, "max_staleness": 2}
-    made = mesh_config(model, **(values | {"success_reward": "score"} | run))
+    made = mesh_config(model, **(values | {"success_reward": "liked"} | run))
     return msgspec.structs.replace(
         made,
         data=msgspec.structs.replace(made.data, source=Extension("submitted"), selector=Extension("uniform")),
@@ -89,10 +91,10 @@ async def finish_elsewhere(mesh: Mesh, leases: Sequence[str]) -> None:
     """Give each episode its number as the reward, on a new connection, twice; other rewards are rejected."""
     async with client_of(mesh) as run:
         for number, lease_id in enumerate(leases):
-            ids = await run.finish_episode(lease_id, {"score": number})
-            assert ids == await run.finish_episode(lease_id, {"score": number}), "repeated"
+            ids = await run.finish_episode(lease_id, {"liked": number})
+            assert ids == await run.finish_episode(lease_id, {"liked": number}), "repeated"
             with pytest.raises(EpisodeConflict):
-                await run.finish_episode(lease_id, {"score": 0.5})
+                await run.finish_episode(lease_id, {"liked": 0.5})
         await run.submit_tasks([], finish=True)
 
 
@@ -120,7 +122,7 @@ async def test_two_turns_of_an_application_reach_the_trainer_with_a_reward_that_
     assert report.holds, report.to_text()
     for number, key in enumerate(("chat-1", "chat-2")):
         path = seen[key].path()
-        assert [(one.name, one.value) for one in seen[key].leased.meta.rewards] == [("score", number)]
+        assert [(one.name, one.value) for one in seen[key].leased.meta.rewards] == [("liked", number)]
         assert [part.role for part in path] == [CONTEXT, ACTION, OBSERVATION, ACTION]
         for turn in path[1::2]:
             num = len(turn.token_ids) // 4
@@ -132,11 +134,11 @@ async def test_two_turns_of_an_application_reach_the_trainer_with_a_reward_that_
 async def crash(run: Run) -> None:
     """Drop one episode of a key, and fail before the end of the other."""
     async with run.episode("b") as failed, run.episode("b", index=1) as dropped:
-        with pytest.raises(InvalidInput, match="scor"):
-            await failed.finish({"scor": 1.0})
+        with pytest.raises(InvalidInput, match="likd"):
+            await failed.finish({"likd": 1.0})
         assert await dropped.finish({}) == await dropped.finish({}) == []
         with pytest.raises(EpisodeConflict):
-            await dropped.finish({"score": 1.0})
+            await dropped.finish({"liked": 1.0})
         raise RuntimeError
 
 
@@ -162,7 +164,7 @@ async def test_an_episode_that_no_application_uses_or_finishes_in_time_is_droppe
         await ended_with(operator, f"filtered/{REWARD_LATE}")
         for episode, reason in ((used, REWARD_LATE), (unused, NOT_USED)):
             with pytest.raises(EpisodeOver) as over:
-                await episode.finish({"score": 1.0})
+                await episode.finish({"liked": 1.0})
             assert over.value.metadata["end"] == f"filtered/{reason}"
         with pytest.raises(EpisodeOver):
             async with run.episode("a"):
@@ -187,20 +189,20 @@ async def test_an_episode_survives_its_coordinator_and_is_opened_again_after_the
             await chat(lost, "Hello")
         await mesh.restart("rollout-0")
         with pytest.raises(EpisodeLost):
-            await lost.finish({"score": 1.0})
+            await lost.finish({"liked": 1.0})
         async with run.episode("a") as episode:
             assert (episode.lease_id, episode.api_key) != (lost.lease_id, lost.api_key)
             with pytest.raises(AssertionError, match="turns"):
                 await chat(episode, "Hello", "And now?")
             await mesh.restart("coordinator")
-            ids = await episode.finish({"score": 0.25})
+            ids = await episode.finish({"liked": 0.25})
         await mesh.restart("coordinator")
         assert len(ids) == 1
-        assert ids == await episode.finish({"score": 0.25}), "the ledger knows it"
+        assert ids == await episode.finish({"liked": 0.25}), "the ledger knows it"
         with pytest.raises(EpisodeConflict):
-            await episode.finish({"score": 1.0})
+            await episode.finish({"liked": 1.0})
         with pytest.raises(EpisodeLost):
-            await lost.finish({"score": 1.0})
+            await lost.finish({"liked": 1.0})
         await run.submit_tasks([], finish=True)
         await operator.finished()
         state, facts, report = await operator.state(), await operator.facts(), await operator.audit()
@@ -220,3 +222,12 @@ async def test_the_time_limit_of_an_episode_drops_it_and_is_no_failed_attempt(tm
             await chat(episode, "Hello")
         await ended_with(operator, f"filtered/{REWARD_LATE}")
         assert (await operator.state()).failed_attempts.num == 0
+
+
+async def test_the_example_chats_and_rates_each_chat(tmp_path: Path, model: Path) -> None:
+    async with Mesh(config(model), run_dir=tmp_path / "run") as mesh:
+        operator = Operator(mesh)
+        command = [sys.executable, EXAMPLE / "application.py", mesh.gateway_address, mesh.layout.run_dir, mesh.run, "4"]
+        output = await finish(command, limit_s=60)
+        assert output.count("rated") == 4, output
+        await operator.until(lambda state: state.policies[0].applied_step == 2)

@@ -230,8 +230,8 @@ class RunServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenEpisode(self, request, context):
-        """Opens an episode for a client that is an application of its own, such as live traffic: its requests to the returned address become
-        the samples of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+        """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+        of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
         submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
         Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
         Errors:

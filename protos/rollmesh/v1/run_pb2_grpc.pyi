@@ -123,8 +123,8 @@ class RunServiceStub:
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
     """
     OpenEpisode: _grpc.UnaryUnaryMultiCallable[_run_pb2.OpenEpisodeRequest, _run_pb2.OpenEpisodeResponse]
-    """Opens an episode for a client that is an application of its own, such as live traffic: its requests to the returned address become
-    the samples of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+    """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+    of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
     submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
     Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
     Errors:
@@ -376,8 +376,8 @@ class RunServiceAsyncStub(RunServiceStub):
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
     """
     OpenEpisode: _aio.UnaryUnaryMultiCallable[_run_pb2.OpenEpisodeRequest, _run_pb2.OpenEpisodeResponse]  # type: ignore[assignment]
-    """Opens an episode for a client that is an application of its own, such as live traffic: its requests to the returned address become
-    the samples of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+    """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+    of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
     submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
     Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
     Errors:
@@ -656,8 +656,8 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _run_pb2.OpenEpisodeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_run_pb2.OpenEpisodeResponse, _abc.Awaitable[_run_pb2.OpenEpisodeResponse]]:
-        """Opens an episode for a client that is an application of its own, such as live traffic: its requests to the returned address become
-        the samples of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+        """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+        of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
         submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
         Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
         Errors:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from rollmesh.client.calls import RunCalls
 from rollmesh.v1 import run_pb2
 
-OPEN_WAIT_S = 20.0
+OPEN_WAIT_S = 10.0
 """Longest wait of one call of OpenEpisode, in seconds. It is below `RetryConfig.call_s`."""
 
 

@@ -196,6 +196,8 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
 
     async def ServeEpisode(self, request: pb.ServeEpisodeRequest, context: Context) -> pb.ServeEpisodeResponse:
         validation.check_id("node_id", request.node_id)
+        for field in ("base_url", "api_key", "model"):
+            validation.check_text(f"served.{field}", getattr(request.served, field))
         run, lease_id = from_wire(request.lease_id)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         return await self._applications.serve(await self._runs.get(run), lease_id, request, wait_s)
