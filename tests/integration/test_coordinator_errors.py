@@ -16,7 +16,7 @@ import rollmesh.v1.run_pb2
 from rollmesh.services.coordinator.core.facts import StepSpan
 from rollmesh.shared.errors import Code, MeshError
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.v1 import events_pb2, types_pb2, weights_pb2
+from rollmesh.v1 import coordinator_pb2, events_pb2, types_pb2, weights_pb2
 from rollmesh.v1 import run_pb2 as pb
 
 from .coordinator_mesh import MIB, MeshParts, coordinator_mesh, eventually, spec
@@ -24,6 +24,7 @@ from .coordinator_mesh import MIB, MeshParts, coordinator_mesh, eventually, spec
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROTO = Path(rollmesh.v1.run_pb2.__file__).with_name("run.proto")
 CODES = "|".join(code.name for code in Code)
+COMPLETED = coordinator_pb2.EPISODE_OUTCOME_COMPLETED
 Scenario = Callable[[MeshParts], Awaitable[Any]]
 SCENARIOS: dict[tuple[str, str, str], Scenario] = {}
 """What brings about (verb, code, reason)."""
@@ -660,13 +661,147 @@ async def giving_more_than_may_wait(mesh: MeshParts) -> None:
         await give(mesh, *(f"k{call}.{number}" for number in range(1024)))
 
 
+# OpenEpisode, FinishEpisode -------------------------------------------------------------------------------------------
+
+
+async def open_episode(mesh: MeshParts, key: str = "a", **fields: Any) -> pb.OpenEpisodeResponse:
+    return await mesh.call(mesh.run.OpenEpisode, pb.OpenEpisodeRequest(run=mesh.name, key=key, **fields))
+
+
+async def end_episode(mesh: MeshParts, lease_id: str, limit_s: float = 20.0, **rewards: float) -> None:
+    request = pb.FinishEpisodeRequest(run=mesh.name, lease_id=lease_id, rewards=rewards)
+    with typed_errors():
+        await mesh.run.FinishEpisode(request, timeout=limit_s)
+
+
+async def served(mesh: MeshParts) -> tuple[coordinator_pb2.EpisodeLease, str]:
+    """A run with an episode that the worker serves: the lease at the worker, and its name for the application."""
+    await mesh.begin(submitted_tasks=True, group_size=1)
+    await submit(mesh, "a")
+    (lease,) = await mesh.acquire()
+    answer = pb.OpenEpisodeResponse(base_url="http://w/v1")
+    request = coordinator_pb2.ServeEpisodeRequest(node_id=mesh.worker, lease_id=lease.lease_id, served=answer)
+    assert not (await mesh.call(mesh.coordinator.ServeEpisode, request)).finished
+    opened = await open_episode(mesh)
+    assert opened.base_url == answer.base_url
+    return lease, opened.lease_id
+
+
+async def reported(mesh: MeshParts, lease: coordinator_pb2.EpisodeLease, **fields: Any) -> None:
+    """The worker reports the episode without samples."""
+    report = coordinator_pb2.EpisodeReport(lease_id=lease.lease_id, key=lease.key, **fields)
+    assert await mesh.report([report]) == [""]
+
+
+@brings("OpenEpisode", "NOT_FOUND", "UNKNOWN_RUN")
+async def opening_in_no_run(mesh: MeshParts) -> None:
+    await open_episode(mesh)
+
+
+@brings("OpenEpisode", "INVALID_ARGUMENT", "")
+async def opening_an_episode_outside_its_group(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True, group_size=1)
+    await open_episode(mesh, index=1)
+
+
+@brings("OpenEpisode", "ALREADY_EXISTS", "TASK_CONFLICT")
+async def opening_with_another_task(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await submit(mesh, "a")
+    await open_episode(mesh, task=types_pb2.Task(labels={"level": "1"}))
+
+
+@brings("OpenEpisode", "FAILED_PRECONDITION", "EPISODE_OVER")
+async def opening_an_ended_episode(mesh: MeshParts) -> None:
+    lease, _ = await served(mesh)
+    await reported(mesh, lease, outcome=COMPLETED, failure=types_pb2.Failure(reason="REWARD_LATE"))
+    await open_episode(mesh)
+
+
+@brings("OpenEpisode", "FAILED_PRECONDITION", "TASKS_NOT_ACCEPTED")
+async def opening_without_submitted_tasks(mesh: MeshParts) -> None:
+    await mesh.begin()
+    await open_episode(mesh)
+
+
+@brings("OpenEpisode", "OUT_OF_RANGE", "RUN_ENDED")
+async def opening_after_the_end(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await open_episode(mesh)
+
+
+@brings("OpenEpisode", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE")
+async def opening_with_a_long_task(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    message = types_pb2.Message(role="user", content="x" * (MIB + 1))
+    await open_episode(mesh, task=types_pb2.Task(messages=[message]))
+
+
+@brings("OpenEpisode", "RESOURCE_EXHAUSTED", "TASK_QUOTA")
+async def opening_more_than_may_wait(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    for call in range(10):
+        await submit(mesh, *(f"t{call}.{number}" for number in range(1000)))
+    await open_episode(mesh)
+
+
+@brings("OpenEpisode", "UNAVAILABLE", "NOT_READY")
+async def opening_without_a_worker(mesh: MeshParts) -> None:
+    await mesh.begin(submitted_tasks=True)
+    await open_episode(mesh, wait_s=0.1)
+
+
+@brings("FinishEpisode", "NOT_FOUND", "UNKNOWN_RUN")
+async def ending_in_no_run(mesh: MeshParts) -> None:
+    await end_episode(mesh, "g0.0#1")
+
+
+@brings("FinishEpisode", "NOT_FOUND", "UNKNOWN_EPISODE")
+async def ending_a_later_attempt(mesh: MeshParts) -> None:
+    await served(mesh)
+    await end_episode(mesh, "g0.0#2")
+
+
+@brings("FinishEpisode", "INVALID_ARGUMENT", "")
+async def ending_with_a_reward_of_no_environment(mesh: MeshParts) -> None:
+    _, lease_id = await served(mesh)
+    await end_episode(mesh, lease_id, correct=1.0)
+
+
+@brings("FinishEpisode", "FAILED_PRECONDITION", "EPISODE_OVER")
+async def ending_too_late(mesh: MeshParts) -> None:
+    lease, lease_id = await served(mesh)
+    await reported(mesh, lease, outcome=COMPLETED)
+    await end_episode(mesh, lease_id)
+
+
+@brings("FinishEpisode", "ABORTED", "EPISODE_LOST")
+async def ending_a_lost_episode(mesh: MeshParts) -> None:
+    lease, lease_id = await served(mesh)
+    await reported(mesh, lease, outcome=coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE)
+    await end_episode(mesh, lease_id)
+
+
+@brings("FinishEpisode", "UNAVAILABLE", "NOT_READY")
+async def ending_before_the_worker_reports(mesh: MeshParts) -> None:
+    _, lease_id = await served(mesh)
+    await end_episode(mesh, lease_id, limit_s=2.0)
+
+
 ELSEWHERE = {
     ("CreateRun", "FAILED_PRECONDITION", "MESH_BUSY"): "test_cli_up: it takes inference nodes",
     ("CreateRun", "RESOURCE_EXHAUSTED", "DISK_FULL"): "test_ended_runs",
     ("CreateRun", "RESOURCE_EXHAUSTED", "OVERLOADED"): "test_ended_runs",
     ("CreateRun", "UNAVAILABLE", "NOT_READY"): "test_replay_nodes",
     ("DeleteRun", "UNAVAILABLE", "NOT_READY"): "test_ended_runs",
+    ("FinishEpisode", "ALREADY_EXISTS", "EPISODE_CONFLICT"): "test_application_episodes: it takes a scorer",
     ("LeaseBatch", "RESOURCE_EXHAUSTED", "PAYLOAD_TOO_LARGE"): "test_reply_sizes",
+    (
+        "OpenEpisode",
+        "FAILED_PRECONDITION",
+        "EPISODES_NOT_SERVED",
+    ): "test_application_episodes: it takes a configuration",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
     ("SubmitSamples", "FAILED_PRECONDITION", "TOKENIZER_MISMATCH"): "test_submitted_samples",
     ("SubmitSamples", "UNAVAILABLE", "NOT_READY"): "test_sample_checks",

@@ -13,6 +13,7 @@ from rollmesh.services.coordinator.mesh_description import MeshDescription
 from rollmesh.services.data.source import SUBMITTED
 from rollmesh.services.reward.oracles import ORACLES
 from rollmesh.services.reward.submitted_oracle import SCHEME as SUBMITTED_SCHEME
+from rollmesh.services.rollout.config import APPLICATION
 from rollmesh.shared.bus.bus import Bus
 from rollmesh.shared.config.loader import to_yaml
 from rollmesh.shared.rpc.server import ServerConfig
@@ -32,6 +33,7 @@ def describe_mesh(layout: RunLayout, bus: Bus) -> MeshDescription:
         model=_model_files(layout),
         agents=tuple(rollout.agents),
         private_agents=(*private, *([""] if rollout.agent.name in private else [])),
+        application_agents=tuple(name for name, one in rollout.agents_by_name.items() if one.name == APPLICATION),
         tools=tuple(rollout.tools),
         oracles=tuple(sorted({*ORACLES.names, "jsonl", "files", *layout.config.reward.oracles} - {SUBMITTED_SCHEME})),
         needs_submissions=layout.config.data.source.name == SUBMITTED,

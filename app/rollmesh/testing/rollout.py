@@ -32,7 +32,7 @@ from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import FormatConfig, RolloutConfig
 from rollmesh.services.rollout.episode import EpisodeParts, EpisodeRunner
 from rollmesh.services.rollout.openai.server import OpenAiServer
-from rollmesh.services.rollout.ports import SandboxSession
+from rollmesh.services.rollout.ports import ApplicationPort, SandboxSession
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import mix64
 from rollmesh.services.rollout.stages import Stages
@@ -464,6 +464,8 @@ class LocalMesh:
     endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
     private_extras: Mapping[str, object] = field(default_factory=dict)
     """Private extras of each task."""
+    applications: ApplicationPort | None = None
+    """Applications that open episodes."""
 
     def __post_init__(self) -> None:
         self.tokenizer = CharTokenizer(self.config.format)
@@ -498,6 +500,7 @@ class LocalMesh:
                 stages=self.stages,
                 progress=self.progress,
                 server=self.server,
+                applications=self.applications,
                 endpoints=self.endpoints,
             )
         )

@@ -949,7 +949,8 @@ class EpisodeReport(_message.Message):
     @_builtins.property
     def failure(self) -> _types_pb2.Failure:
         """Cause of a failure, with the component: "sandbox: ...", "inference: ...", "scorer exact@1: ...", "agent: ...". If a user's code
-        raised, `metadata["traceback"]` has the traceback.
+        raised, `metadata["traceback"]` has the traceback. Of a COMPLETED episode without samples, `reason` is that of its end,
+        filtered(reason); absent: NO_SAMPLES.
         """
 
     def __init__(
@@ -1024,6 +1025,90 @@ class ReportEpisodesResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportEpisodesResponse: _TypeAlias = ReportEpisodesResponse  # noqa: Y015
+
+@_typing.final
+class ServeEpisodeRequest(_message.Message):
+    """An episode that a worker serves to an application."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NODE_ID_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    SERVED_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    node_id: _builtins.str
+    """Id of the worker."""
+    lease_id: _builtins.str
+    """Id of the lease of the episode."""
+    wait_s: _builtins.float
+    """Longest wait, in seconds, at most 60."""
+    @_builtins.property
+    def served(self) -> _run_pb2.OpenEpisodeResponse:
+        """As in OpenEpisodeResponse, without `lease_id`."""
+
+    def __init__(
+        self,
+        *,
+        node_id: _builtins.str = ...,
+        lease_id: _builtins.str = ...,
+        served: _run_pb2.OpenEpisodeResponse | None = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["served", b"served"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "node_id", b"node_id", "served", b"served", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeEpisodeRequest: _TypeAlias = ServeEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class ServeEpisodeResponse(_message.Message):
+    """What the application has said."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    FINISHED_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    finished: _builtins.bool
+    """Whether the application has finished the episode."""
+    @_builtins.property
+    def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """As in FinishEpisodeRequest. Empty if it drops the episode."""
+
+    def __init__(
+        self,
+        *,
+        finished: _builtins.bool = ...,
+        rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "rewards", b"rewards"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ServeEpisodeResponse: _TypeAlias = ServeEpisodeResponse  # noqa: Y015
 
 @_typing.final
 class DrainRequest(_message.Message):

@@ -56,6 +56,11 @@ class CoordinatorServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesResponse.FromString,
                 _registered_method=True)
+        self.ServeEpisode = channel.unary_unary(
+                '/rollmesh.v1.CoordinatorService/ServeEpisode',
+                request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeResponse.FromString,
+                _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/rollmesh.v1.CoordinatorService/Drain',
                 request_serializer=rollmesh_dot_v1_dot_coordinator__pb2.DrainRequest.SerializeToString,
@@ -136,6 +141,16 @@ class CoordinatorServiceServicer(object):
         not that of (episode, attempt); discard it.
         INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
         weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ServeEpisode(self, request, context):
+        """Announces that a worker serves an episode of an application (RunService.OpenEpisode), and waits up to wait_s for the end of the
+        application. The coordinator holds what is announced in memory only, so the worker MUST repeat the call until the episode ends.
+        Errors:
+        NOT_FOUND UNKNOWN_LEASE: the worker does not hold the lease; end the episode.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,6 +243,11 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.ReportEpisodes,
                     request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesResponse.SerializeToString,
+            ),
+            'ServeEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.ServeEpisode,
+                    request_deserializer=rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeResponse.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
@@ -375,6 +395,33 @@ class CoordinatorService(object):
             '/rollmesh.v1.CoordinatorService/ReportEpisodes',
             rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesRequest.SerializeToString,
             rollmesh_dot_v1_dot_coordinator__pb2.ReportEpisodesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ServeEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.CoordinatorService/ServeEpisode',
+            rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeRequest.SerializeToString,
+            rollmesh_dot_v1_dot_coordinator__pb2.ServeEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

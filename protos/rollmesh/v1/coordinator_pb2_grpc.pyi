@@ -61,6 +61,12 @@ class CoordinatorServiceStub:
       INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
         weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
     """
+    ServeEpisode: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.ServeEpisodeRequest, _coordinator_pb2.ServeEpisodeResponse]
+    """Announces that a worker serves an episode of an application (RunService.OpenEpisode), and waits up to wait_s for the end of the
+    application. The coordinator holds what is announced in memory only, so the worker MUST repeat the call until the episode ends.
+    Errors:
+      NOT_FOUND UNKNOWN_LEASE: the worker does not hold the lease; end the episode.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]
     """Drains a node: it gets no new work, finishes or transfers its work, and leaves. Idempotent. After that GetFleet lists the node as
     DEAD, or not at all. The gateway forwards this call.
@@ -131,6 +137,12 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
         not that of (episode, attempt); discard it.
       INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
         weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+    """
+    ServeEpisode: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.ServeEpisodeRequest, _coordinator_pb2.ServeEpisodeResponse]  # type: ignore[assignment]
+    """Announces that a worker serves an episode of an application (RunService.OpenEpisode), and waits up to wait_s for the end of the
+    application. The coordinator holds what is announced in memory only, so the worker MUST repeat the call until the episode ends.
+    Errors:
+      NOT_FOUND UNKNOWN_LEASE: the worker does not hold the lease; end the episode.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_coordinator_pb2.DrainRequest, _coordinator_pb2.DrainResponse]  # type: ignore[assignment]
     """Drains a node: it gets no new work, finishes or transfers its work, and leaves. Idempotent. After that GetFleet lists the node as
@@ -223,6 +235,18 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
             not that of (episode, attempt); discard it.
           INVALID_REPORT: a field is out of its range (SampleMeta, Reward), or contradicts the run: another policy than that of the lease,
             weights that were never published, or trained tokens of a source that RunSpec.external_sources does not admit. The text names the field. The attempt counts as an infra failure; do not repeat the report.
+        """
+
+    @_abc_1.abstractmethod
+    def ServeEpisode(
+        self,
+        request: _coordinator_pb2.ServeEpisodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_pb2.ServeEpisodeResponse, _abc.Awaitable[_coordinator_pb2.ServeEpisodeResponse]]:
+        """Announces that a worker serves an episode of an application (RunService.OpenEpisode), and waits up to wait_s for the end of the
+        application. The coordinator holds what is announced in memory only, so the worker MUST repeat the call until the episode ends.
+        Errors:
+          NOT_FOUND UNKNOWN_LEASE: the worker does not hold the lease; end the episode.
         """
 
     @_abc_1.abstractmethod

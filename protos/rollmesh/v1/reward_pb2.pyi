@@ -431,6 +431,7 @@ class ScorerInfo(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _builtins.int
     COLUMNS_FIELD_NUMBER: _builtins.int
     READS_FIELD_NUMBER: _builtins.int
+    ENVIRONMENT_REWARDS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Name in the config."""
     scorer: _builtins.str
@@ -451,6 +452,10 @@ class ScorerInfo(_message.Message):
     def reads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Names of the rewards of other scorers that it reads. It runs after them."""
 
+    @_builtins.property
+    def environment_rewards(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the rewards of ScoreItem.environment_rewards that it reads."""
+
     def __init__(
         self,
         *,
@@ -460,10 +465,11 @@ class ScorerInfo(_message.Message):
         description: _builtins.str = ...,
         columns: _abc.Iterable[_builtins.str] | None = ...,
         reads: _abc.Iterable[_builtins.str] | None = ...,
+        environment_rewards: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "name", b"name", "reads", b"reads", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["columns", b"columns", "description", b"description", "environment_rewards", b"environment_rewards", "name", b"name", "reads", b"reads", "rewards", b"rewards", "scorer", b"scorer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -524,6 +524,173 @@ class SubmittedSamples(_message.Message):
 Global___SubmittedSamples: _TypeAlias = SubmittedSamples  # noqa: Y015
 
 @_typing.final
+class OpenEpisodeRequest(_message.Message):
+    """An episode to open."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_FIELD_NUMBER: _builtins.int
+    KEY_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    TASK_FIELD_NUMBER: _builtins.int
+    WAIT_S_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run. MUST be set."""
+    key: _builtins.str
+    """Key of the episode, chosen by the application, or the id of a task that was submitted; the range is that of Task.task_id."""
+    index: _builtins.int
+    """Number of the episode in the group of the key, from 0, below `group_size` of the run."""
+    wait_s: _builtins.float
+    """Longest wait for a worker, in seconds, at most 60."""
+    @_builtins.property
+    def task(self) -> _types_pb2.Task:
+        """The public part of the task, as in SubmitTasksRequest. `task_id` is ignored. `agent` MAY name an agent `application`; empty: the
+        default agent, or the first one of that kind. Absent: the task of the key if it is known, or else one with an empty prompt: the
+        requests of the application have their own messages.
+        """
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        key: _builtins.str = ...,
+        index: _builtins.int = ...,
+        task: _types_pb2.Task | None = ...,
+        wait_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "key", b"key", "run", b"run", "task", b"task", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenEpisodeRequest: _TypeAlias = OpenEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class OpenEpisodeResponse(_message.Message):
+    """An open episode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    IDLE_S_MAX_FIELD_NUMBER: _builtins.int
+    REWARD_S_MAX_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Names this attempt of the episode, for FinishEpisode."""
+    base_url: _builtins.str
+    """Base URL of a client of the OpenAI protocol: an address of the rollout worker, not encrypted."""
+    api_key: _builtins.str
+    """API key of the episode. It opens nothing else, and expires with the episode. A secret."""
+    model: _builtins.str
+    """Name of the model in requests."""
+    idle_s_max: _builtins.float
+    """Time in which the first request has to begin, in seconds from the time at which the worker began to serve the episode. Otherwise the
+    episode ends as filtered(NOT_USED).
+    """
+    reward_s_max: _builtins.float
+    """Time from the end of the last request in which the next one has to begin or FinishEpisode has to be called, in seconds. Otherwise the
+    episode ends as filtered(REWARD_LATE).
+    """
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        base_url: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        model: _builtins.str = ...,
+        idle_s_max: _builtins.float = ...,
+        reward_s_max: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "base_url", b"base_url", "idle_s_max", b"idle_s_max", "lease_id", b"lease_id", "model", b"model", "reward_s_max", b"reward_s_max"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenEpisodeResponse: _TypeAlias = OpenEpisodeResponse  # noqa: Y015
+
+@_typing.final
+class FinishEpisodeRequest(_message.Message):
+    """The end of an open episode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RewardsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    RUN_FIELD_NUMBER: _builtins.int
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    run: _builtins.str
+    """Name of the run. MUST be set."""
+    lease_id: _builtins.str
+    """As in OpenEpisodeResponse. MUST be set."""
+    @_builtins.property
+    def rewards(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Values of rewards by name, which scorers `environment` of the run declare; at most 64. They belong to all samples of the episode. Empty:
+        the episode is dropped.
+        """
+
+    def __init__(
+        self,
+        *,
+        run: _builtins.str = ...,
+        lease_id: _builtins.str = ...,
+        rewards: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "rewards", b"rewards", "run", b"run"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishEpisodeRequest: _TypeAlias = FinishEpisodeRequest  # noqa: Y015
+
+@_typing.final
+class FinishEpisodeResponse(_message.Message):
+    """The episode has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SAMPLE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def sample_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of its samples; empty for an episode that was dropped."""
+
+    def __init__(
+        self,
+        *,
+        sample_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sample_ids", b"sample_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FinishEpisodeResponse: _TypeAlias = FinishEpisodeResponse  # noqa: Y015
+
+@_typing.final
 class AttachTrainerRequest(_message.Message):
     """The newest update in the caller's checkpoint."""
 

@@ -55,6 +55,16 @@ class RunServiceStub(object):
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.SubmitSamplesRequest.SerializeToString,
                 response_deserializer=rollmesh_dot_v1_dot_run__pb2.SubmitSamplesResponse.FromString,
                 _registered_method=True)
+        self.OpenEpisode = channel.unary_unary(
+                '/rollmesh.v1.RunService/OpenEpisode',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.OpenEpisodeRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.OpenEpisodeResponse.FromString,
+                _registered_method=True)
+        self.FinishEpisode = channel.unary_unary(
+                '/rollmesh.v1.RunService/FinishEpisode',
+                request_serializer=rollmesh_dot_v1_dot_run__pb2.FinishEpisodeRequest.SerializeToString,
+                response_deserializer=rollmesh_dot_v1_dot_run__pb2.FinishEpisodeResponse.FromString,
+                _registered_method=True)
         self.AttachTrainer = channel.unary_unary(
                 '/rollmesh.v1.RunService/AttachTrainer',
                 request_serializer=rollmesh_dot_v1_dot_run__pb2.AttachTrainerRequest.SerializeToString,
@@ -214,6 +224,45 @@ class RunServiceServicer(object):
         RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
         if there is one.
         UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenEpisode(self, request, context):
+        """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+        of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+        submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
+        Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
+        ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
+        FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+        FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
+        FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
+        OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
+        RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+        RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
+        UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishEpisode(self, request, context):
+        """Ends an open episode with the rewards that only its application knows, or without any, which drops it as filtered(DISCARDED). When
+        the call returns OK, the scored episode is in the ledger, or is dropped. Idempotent by `lease_id`. The caller need not be the one that
+        opened the episode. Without this call the episode ends as filtered(NOT_USED) or filtered(REWARD_LATE), see OpenEpisodeResponse.
+        Errors:
+        NOT_FOUND UNKNOWN_RUN: CreateRun first.
+        NOT_FOUND UNKNOWN_EPISODE: no episode has this lease, or it ended before the newest 4096 episodes of submitted tasks.
+        INVALID_ARGUMENT: a reward that no scorer of the run declares, or a value that is not finite; the message names the field.
+        ALREADY_EXISTS EPISODE_CONFLICT: the episode was finished with other rewards. The first ones count.
+        FAILED_PRECONDITION EPISODE_OVER: the episode has ended without these rewards; the metadata `end` has its end.
+        ABORTED EPISODE_LOST: its worker was lost, or it failed for reasons of the infrastructure, which the message has. Nothing of it
+        counts. OpenEpisode with the same key opens it again.
+        UNAVAILABLE NOT_READY: its worker has not reported yet, or no reward node has joined. Repeat the call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -460,6 +509,16 @@ def add_RunServiceServicer_to_server(servicer, server):
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.SubmitSamplesRequest.FromString,
                     response_serializer=rollmesh_dot_v1_dot_run__pb2.SubmitSamplesResponse.SerializeToString,
             ),
+            'OpenEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenEpisode,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.OpenEpisodeRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.OpenEpisodeResponse.SerializeToString,
+            ),
+            'FinishEpisode': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishEpisode,
+                    request_deserializer=rollmesh_dot_v1_dot_run__pb2.FinishEpisodeRequest.FromString,
+                    response_serializer=rollmesh_dot_v1_dot_run__pb2.FinishEpisodeResponse.SerializeToString,
+            ),
             'AttachTrainer': grpc.unary_unary_rpc_method_handler(
                     servicer.AttachTrainer,
                     request_deserializer=rollmesh_dot_v1_dot_run__pb2.AttachTrainerRequest.FromString,
@@ -650,6 +709,60 @@ class RunService(object):
             '/rollmesh.v1.RunService/SubmitSamples',
             rollmesh_dot_v1_dot_run__pb2.SubmitSamplesRequest.SerializeToString,
             rollmesh_dot_v1_dot_run__pb2.SubmitSamplesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/OpenEpisode',
+            rollmesh_dot_v1_dot_run__pb2.OpenEpisodeRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.OpenEpisodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishEpisode(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollmesh.v1.RunService/FinishEpisode',
+            rollmesh_dot_v1_dot_run__pb2.FinishEpisodeRequest.SerializeToString,
+            rollmesh_dot_v1_dot_run__pb2.FinishEpisodeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -122,6 +122,37 @@ class RunServiceStub:
         if there is one.
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
     """
+    OpenEpisode: _grpc.UnaryUnaryMultiCallable[_run_pb2.OpenEpisodeRequest, _run_pb2.OpenEpisodeResponse]
+    """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+    of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+    submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
+    Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
+      ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
+      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+      FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
+      FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
+      OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
+      UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
+    """
+    FinishEpisode: _grpc.UnaryUnaryMultiCallable[_run_pb2.FinishEpisodeRequest, _run_pb2.FinishEpisodeResponse]
+    """Ends an open episode with the rewards that only its application knows, or without any, which drops it as filtered(DISCARDED). When
+    the call returns OK, the scored episode is in the ledger, or is dropped. Idempotent by `lease_id`. The caller need not be the one that
+    opened the episode. Without this call the episode ends as filtered(NOT_USED) or filtered(REWARD_LATE), see OpenEpisodeResponse.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      NOT_FOUND UNKNOWN_EPISODE: no episode has this lease, or it ended before the newest 4096 episodes of submitted tasks.
+      INVALID_ARGUMENT: a reward that no scorer of the run declares, or a value that is not finite; the message names the field.
+      ALREADY_EXISTS EPISODE_CONFLICT: the episode was finished with other rewards. The first ones count.
+      FAILED_PRECONDITION EPISODE_OVER: the episode has ended without these rewards; the metadata `end` has its end.
+      ABORTED EPISODE_LOST: its worker was lost, or it failed for reasons of the infrastructure, which the message has. Nothing of it
+        counts. OpenEpisode with the same key opens it again.
+      UNAVAILABLE NOT_READY: its worker has not reported yet, or no reward node has joined. Repeat the call.
+    """
     AttachTrainer: _grpc.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]
     """Makes the caller the only trainer of (policy, learner), and fences every older one. Resolves batches in doubt by the caller's
     checkpoint, which decides what its weights contain. Each call makes a new epoch. After a lost response, call again with the same
@@ -343,6 +374,37 @@ class RunServiceAsyncStub(RunServiceStub):
       RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
         if there is one.
       UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+    """
+    OpenEpisode: _aio.UnaryUnaryMultiCallable[_run_pb2.OpenEpisodeRequest, _run_pb2.OpenEpisodeResponse]  # type: ignore[assignment]
+    """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+    of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+    submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
+    Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
+      ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
+      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+      FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
+      FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
+      OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
+      RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+      RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
+      UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
+    """
+    FinishEpisode: _aio.UnaryUnaryMultiCallable[_run_pb2.FinishEpisodeRequest, _run_pb2.FinishEpisodeResponse]  # type: ignore[assignment]
+    """Ends an open episode with the rewards that only its application knows, or without any, which drops it as filtered(DISCARDED). When
+    the call returns OK, the scored episode is in the ledger, or is dropped. Idempotent by `lease_id`. The caller need not be the one that
+    opened the episode. Without this call the episode ends as filtered(NOT_USED) or filtered(REWARD_LATE), see OpenEpisodeResponse.
+    Errors:
+      NOT_FOUND UNKNOWN_RUN: CreateRun first.
+      NOT_FOUND UNKNOWN_EPISODE: no episode has this lease, or it ended before the newest 4096 episodes of submitted tasks.
+      INVALID_ARGUMENT: a reward that no scorer of the run declares, or a value that is not finite; the message names the field.
+      ALREADY_EXISTS EPISODE_CONFLICT: the episode was finished with other rewards. The first ones count.
+      FAILED_PRECONDITION EPISODE_OVER: the episode has ended without these rewards; the metadata `end` has its end.
+      ABORTED EPISODE_LOST: its worker was lost, or it failed for reasons of the infrastructure, which the message has. Nothing of it
+        counts. OpenEpisode with the same key opens it again.
+      UNAVAILABLE NOT_READY: its worker has not reported yet, or no reward node has joined. Repeat the call.
     """
     AttachTrainer: _aio.UnaryUnaryMultiCallable[_run_pb2.AttachTrainerRequest, _run_pb2.AttachTrainerResponse]  # type: ignore[assignment]
     """Makes the caller the only trainer of (policy, learner), and fences every older one. Resolves batches in doubt by the caller's
@@ -586,6 +648,49 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           RESOURCE_EXHAUSTED SAMPLE_QUOTA: too many groups wait, or the run has too many; the message names the limit. Retry after RetryInfo,
             if there is one.
           UNAVAILABLE NOT_READY: no reward node has joined, which names the scorers; try again.
+        """
+
+    @_abc_1.abstractmethod
+    def OpenEpisode(
+        self,
+        request: _run_pb2.OpenEpisodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.OpenEpisodeResponse, _abc.Awaitable[_run_pb2.OpenEpisodeResponse]]:
+        """Opens an episode for a client that is an application, such as live traffic: its requests to the returned address become the samples
+        of the episode. The run has `submitted_tasks`, and the agent of the task is `application`. A key that is new is
+        submitted as a task (SubmitTasks), which survives a crash of every service. Waits up to wait_s until a worker serves the episode.
+        Idempotent by (key, index): a repeated call returns the same episode, with another `lease_id` if its worker was lost.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: CreateRun first.
+          INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
+          ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
+          FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+          FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
+          FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
+          OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
+          RESOURCE_EXHAUSTED PAYLOAD_TOO_LARGE: the task is too large; the message names the limit. Do not repeat it.
+          RESOURCE_EXHAUSTED TASK_QUOTA: too many tasks wait, or the run has too many, as for SubmitTasks.
+          UNAVAILABLE NOT_READY: no worker serves the episode yet; the message has what it waits for. Repeat the call.
+        """
+
+    @_abc_1.abstractmethod
+    def FinishEpisode(
+        self,
+        request: _run_pb2.FinishEpisodeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_run_pb2.FinishEpisodeResponse, _abc.Awaitable[_run_pb2.FinishEpisodeResponse]]:
+        """Ends an open episode with the rewards that only its application knows, or without any, which drops it as filtered(DISCARDED). When
+        the call returns OK, the scored episode is in the ledger, or is dropped. Idempotent by `lease_id`. The caller need not be the one that
+        opened the episode. Without this call the episode ends as filtered(NOT_USED) or filtered(REWARD_LATE), see OpenEpisodeResponse.
+        Errors:
+          NOT_FOUND UNKNOWN_RUN: CreateRun first.
+          NOT_FOUND UNKNOWN_EPISODE: no episode has this lease, or it ended before the newest 4096 episodes of submitted tasks.
+          INVALID_ARGUMENT: a reward that no scorer of the run declares, or a value that is not finite; the message names the field.
+          ALREADY_EXISTS EPISODE_CONFLICT: the episode was finished with other rewards. The first ones count.
+          FAILED_PRECONDITION EPISODE_OVER: the episode has ended without these rewards; the metadata `end` has its end.
+          ABORTED EPISODE_LOST: its worker was lost, or it failed for reasons of the infrastructure, which the message has. Nothing of it
+            counts. OpenEpisode with the same key opens it again.
+          UNAVAILABLE NOT_READY: its worker has not reported yet, or no reward node has joined. Repeat the call.
         """
 
     @_abc_1.abstractmethod

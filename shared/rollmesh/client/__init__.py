@@ -17,7 +17,19 @@ docs/trainers.md gives the remedy for each.
 
 from rollmesh.client.batch import Batch, BatchLease, BatchSample
 from rollmesh.client.client import Client, Run, RunAddress
+from rollmesh.client.episode import OpenEpisode
 from rollmesh.client.tensors import Array, Tensor
 from rollmesh.client.trainer import Trainer
 
-__all__ = ["Array", "Batch", "BatchLease", "BatchSample", "Client", "Run", "RunAddress", "Tensor", "Trainer"]
+__all__ = [
+    "Array",
+    "Batch",
+    "BatchLease",
+    "BatchSample",
+    "Client",
+    "OpenEpisode",
+    "Run",
+    "RunAddress",
+    "Tensor",
+    "Trainer",
+]

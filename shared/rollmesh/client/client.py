@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncGenerator, Collection, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Iterable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from rollmesh.client.calls import GatewayCalls, RunCalls
+from rollmesh.client.episode import OPEN_WAIT_S, OpenEpisode, finish, opened
 from rollmesh.client.trainer import Attachment, Trainer, disposed_samples, outcome_of
 from rollmesh.shared.clock import Clock, SystemClock
-from rollmesh.shared.errors import NotReady, SampleQuota, TaskQuota, field_error
+from rollmesh.shared.errors import MeshError, NotReady, SampleQuota, TaskQuota, field_error
 from rollmesh.shared.net.retry import RetryConfig
 from rollmesh.shared.rpc.access import Access, Tls
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
@@ -235,6 +236,41 @@ class Run(RunCalls):
         for part in _calls_of(groups.values(), known, keys) or [[]]:
             reply = await submit(part)
         return reply.submitted
+
+    @asynccontextmanager
+    async def episode(
+        self,
+        key: str,
+        *,
+        index: int = 0,
+        task: types_pb2.Task | None = None,
+        messages: Iterable[types_pb2.Message] = (),
+    ) -> AsyncIterator[OpenEpisode]:
+        """Open an episode of live traffic in a run with `submitted_tasks`, whose agent is `application`: the requests
+        to its `base_url` with its `api_key` become samples.
+
+        `key` names it in the run, and `index` in a group of several. `task` and `messages` describe it; without both,
+        it has an empty prompt, or those of a submitted task of this id. The end of the context does not end the
+        episode, because its rewards may come later; an exception drops it. Raises `EpisodeOver`, `EpisodesNotServed`,
+        and as `submit_tasks`; `NotReady` if no worker serves it within the limit of retries.
+        """
+        request = run_pb2.OpenEpisodeRequest(run=self.name, key=key, index=index, task=task, wait_s=OPEN_WAIT_S)
+        request.task.messages.extend(messages)
+        if task is None and not request.task.messages:
+            request.ClearField("task")
+        found = await opened(self, request)
+        try:
+            yield found
+        except Exception:
+            with suppress(MeshError):
+                await found.finish({})
+            raise
+
+    async def finish_episode(self, lease_id: str, rewards: Mapping[str, float]) -> list[str]:
+        """End an episode with the rewards that only its application knows, or drop it with none; return the ids of its
+        samples. When it returns, the ledger has the end, so call it again after an error. Raises `EpisodeLost` if its
+        worker was lost (open it again), `EpisodeOver`, `EpisodeConflict`, `UnknownEpisode`, `InvalidInput`."""
+        return await finish(self, lease_id, rewards)
 
     async def _submit(self, part: run_pb2.SubmitTasksRequest) -> run_pb2.SubmitTasksResponse:
         """Submit a part, by halves if the mesh has a smaller quota for a call."""

@@ -55,7 +55,8 @@ __all__ = [
     "Cancelled", "CatchingUp", "ChangeRefused", "Code",
     "CommitConflict", "ConfigError", "ConnectionLost", "CorruptSnapshot", "DataLoss", "DeadlineExceeded",
     "DigestMismatch",
-    "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "FailedPrecondition", "Fenced", "FieldViolation",
+    "DiskFull", "Draining", "EndpointFailed", "EngineFailed", "EpisodeConflict", "EpisodeLost", "EpisodeOver",
+    "EpisodesNotServed", "FailedPrecondition", "Fenced", "FieldViolation",
     "GroupCodeFailed", "HasLearner", "HashMismatch",
     "InfraFailure", "Internal", "InvalidInput", "InvalidSpec", "LearnerCodeFailed", "LeaseExpired", "LeaseOut",
     "LedgerFull", "LossFailed", "MeshError", "MetadataMismatch", "NoLearner", "NoNode", "NodeDraining", "NotFound",
@@ -66,7 +67,8 @@ __all__ = [
     "StaleWeights", "TaskConflict", "TaskQuota", "TasksNotAccepted", "TokenizerMismatch",
     "Unauthenticated", "Unavailable",
     "UndecodableRequest",
-    "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownLearner", "UnknownLease", "UnknownNode",
+    "Unimplemented", "UnknownBlob", "UnknownEndpoint", "UnknownEpisode", "UnknownLearner", "UnknownLease",
+    "UnknownNode",
     "UnknownOracle", "UnknownPolicy", "UnknownProfile", "UnknownRun", "UnknownSample", "UnknownSession",
     "UnknownSplit", "UnknownTask", "UnknownUpdate", "UnknownVersion", "UnleasedGroup", "UnleasedSample",
     "VersionConflict", "VersionRefused", "WeightsRejected", "WrongUpdate",
@@ -205,6 +207,12 @@ class UnknownLease(NotFound):
     """The lease was never issued, or ended so long ago that it was removed."""
 
     reason = "UNKNOWN_LEASE"
+
+
+class UnknownEpisode(NotFound):
+    """No episode of an application has this lease, or it ended long ago."""
+
+    reason = "UNKNOWN_EPISODE"
 
 
 class UnknownNode(NotFound):
@@ -393,6 +401,18 @@ class TasksNotAccepted(FailedPrecondition):
     reason = "TASKS_NOT_ACCEPTED"
 
 
+class EpisodesNotServed(FailedPrecondition):
+    """The agent of the task does not serve episodes to applications."""
+
+    reason = "EPISODES_NOT_SERVED"
+
+
+class EpisodeOver(FailedPrecondition):
+    """The episode of an application has ended; the metadata `end` has its end."""
+
+    reason = "EPISODE_OVER"
+
+
 class SamplesNotAccepted(FailedPrecondition):
     """The run takes no samples of this source from clients, because `run.foreign` has no bound for it."""
 
@@ -477,6 +497,12 @@ class TaskConflict(AlreadyExists):
     reason = "TASK_CONFLICT"
 
 
+class EpisodeConflict(AlreadyExists):
+    """An application has finished the episode with other rewards."""
+
+    reason = "EPISODE_CONFLICT"
+
+
 class SampleConflict(AlreadyExists):
     """Samples with this key were submitted with other content."""
 
@@ -493,6 +519,12 @@ class Fenced(Aborted):
     """A newer epoch or writer has taken over; this one must stop."""
 
     reason = "FENCED"
+
+
+class EpisodeLost(Aborted):
+    """The worker of an application's episode was lost, or the episode failed; it can be opened again."""
+
+    reason = "EPISODE_LOST"
 
 
 class RunEnded(OutOfRange):

@@ -17,6 +17,8 @@ from rollmesh.v1 import run_pb2
 _HINTS = {
     "filtered/ZERO_VARIANCE": "all answers to a task got the same reward",
     "filtered/NO_SAMPLES": "the agent did not generate tokens",
+    "filtered/NOT_USED": "no application used the served episode within idle_s_max",
+    "filtered/REWARD_LATE": "no application finished the episode within reward_s_max",
 }
 _CAUSE_CHARS_MAX = 300
 

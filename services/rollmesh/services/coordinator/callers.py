@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ class Callers:
 
     async def watch(
         self, read: Callable[[Core, LedgerHead], T], *, interval_s: float | None = None, is_shared: bool = False
-    ) -> AsyncIterator[T]:
+    ) -> AsyncGenerator[T]:
         """Yield `read` now and after changes, at most every `interval_s` or else `watch_interval_s`. A slow watcher
         skips states.
 
@@ -208,9 +208,9 @@ class Callers:
                 answer.exception()  # the caller may have left
         for _ in range(self._inputs.qsize()):
             self._inputs.get_nowait()
-        self._note_change()
+        self.note_change()
 
-    def _note_change(self) -> None:
+    def note_change(self) -> None:
         """Let the watchers read again."""
         self._changed.set()
         self._changed = asyncio.Event()

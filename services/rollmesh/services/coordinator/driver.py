@@ -347,7 +347,7 @@ class RunDriver(Callers):
             release.act()
         if release.stored is not None:
             self._full = False
-            self._note_change()
+            self.note_change()
 
     # Ending -----------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.runs import Runs
 from rollmesh.shared.domain.ledger_head import LedgerHead
 from rollmesh.shared.domain.protocol import PROTOCOL
-from rollmesh.shared.errors import InvalidSpec, MeshBusy, Unimplemented, field_error
+from rollmesh.shared.errors import EpisodesNotServed, InvalidSpec, MeshBusy, Unimplemented, field_error
 from rollmesh.shared.process.process_info import installed_version
 from rollmesh.shared.weights.model_files import ModelFiles
 from rollmesh.v1 import coordinator_pb2 as pb
@@ -46,6 +46,8 @@ class MeshDescription:
     """Names of the agents that a task may name."""
     private_agents: tuple[str, ...] = ()
     """Names of the agents that may read private extras of their tasks; the empty name is that of the default agent."""
+    application_agents: tuple[str, ...] = ()
+    """Names of the agents that serve episodes to applications; the empty name is that of the default agent."""
     tools: tuple[str, ...] = ()
     """Names of the tools that a task may list."""
     oracles: tuple[str, ...] = ()
@@ -137,6 +139,25 @@ class MeshDescriber:
                             name,
                             f"add it to {_TABLES[field]}",
                         )
+
+    def application_agent(self, name: str) -> str:
+        """Return the agent for a task that an application opens: `name`, or without one the default agent or the first
+        one that serves applications. Raises EpisodesNotServed if it does not."""
+        if not name and self._given is not None and "" not in self._given.application_agents:
+            name = next(iter(self._given.application_agents), "")
+        self.check_application(name)
+        return name
+
+    def check_application(self, agent: str) -> None:
+        """Check that an agent serves applications. Raises EpisodesNotServed. A coordinator without a configuration
+        checks nothing."""
+        if self._given is not None and agent not in self._given.application_agents:
+            known = ", ".join(name or "the default agent" for name in self._given.application_agents) or "none"
+            raise EpisodesNotServed(
+                f"the agent of the episode must be one of the agents `application` of this mesh ({known}), got "
+                f"{agent or 'the default agent'}; name one in `task.agent`, or add `rollout: {{agents: {{live: "
+                "application}}` to the configuration of the mesh"
+            )
 
     async def model_files(self, request: pb.FetchModelFilesRequest) -> AsyncIterator[pb.FetchModelFilesResponse]:
         """Yield the files. Raises `Unimplemented` without a configuration, `UnknownBlob` for a file that is not

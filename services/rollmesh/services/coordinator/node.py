@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import NoReturn, Self
 
 from rollmesh.services.coordinator.answer_keys import AnswerKeys
+from rollmesh.services.coordinator.applications import Applications
 from rollmesh.services.coordinator.config import CoordinatorConfig
 from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.services.coordinator.dead_letters import DeadLetters
@@ -165,8 +166,15 @@ class CoordinatorNode:
     ) -> None:
         limit_s = self._config.server.deadline_s
         mesh = MeshDescriber(self._offer, runs, keeper)
+        applications = Applications(self._clock)
         coordinator = CoordinatorServicer(
-            runs, keeper, self._clock, deadline_s=limit_s, mesh=mesh, answer_keys=answer_keys
+            runs,
+            keeper,
+            self._clock,
+            deadline_s=limit_s,
+            mesh=mesh,
+            answer_keys=answer_keys,
+            applications=applications,
         )
         add_coordinator = coordinator_pb2_grpc.add_CoordinatorServiceServicer_to_server
         self._server.add(add_coordinator, coordinator, limits=RECORDED)
@@ -182,6 +190,7 @@ class CoordinatorNode:
             message_bytes_max=self._config.server.message_bytes_max,
             submitted=self._config.run.submitted,
             samples=self._config.run.samples,
+            applications=applications,
         )
         self._server.add(run_pb2_grpc.add_RunServiceServicer_to_server, run, limits=RECORDED_TEXTS)
 

@@ -61,12 +61,20 @@ class Outgoing:
 
     async def reward_names(self, run: str) -> list[str]:
         """Return the names of the run's scorers. Raises NotReady if no reward node has joined."""
+        return [scorer.name for scorer in await self._scorers(run)]
+
+    async def environment_rewards(self, run: str) -> list[str]:
+        """Return the names of the rewards that the run's scorers take from the environment. Raises NotReady if no
+        reward node has joined."""
+        return sorted({name for scorer in await self._scorers(run) for name in scorer.environment_rewards})
+
+    async def _scorers(self, run: str) -> Sequence[reward_pb2.ScorerInfo]:
         stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(
             await self._channel(NodeKind.REWARD, run)
         )
         with typed_errors():
             listed = await stub.ListScorers(reward_pb2.ListScorersRequest(), timeout=self._call_s)
-        return [scorer.name for scorer in listed.scorers]
+        return listed.scorers
 
     async def forget_run(self, run: str) -> None:
         """Remove what the data services and the depots store of a run. Raises NotReady without a depot."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 
 from rollmesh.services.coordinator import sample_submissions, translate, validation
+from rollmesh.services.coordinator.applications import Applications
 from rollmesh.services.coordinator.config import SamplesConfig, SubmissionConfig
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -52,6 +53,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         message_bytes_max: int,
         submitted: SubmissionConfig,
         samples: SamplesConfig,
+        applications: Applications,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline, `message_bytes_max` that of its
         messages."""
@@ -61,6 +63,7 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         self._ids = ids
         self._submitted = submitted
         self._samples = samples
+        self._applications = applications
         self._dead = dead
         self._clock = clock
         self._runs = runs
@@ -175,6 +178,26 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         random = self._ids.new()
         submitted = await driver.submit(lambda ticket: translate.submit_tasks(ticket, request, random, limits))
         return encode(submitted, pb.SubmitTasksResponse)
+
+    async def OpenEpisode(self, request: pb.OpenEpisodeRequest, context: Context) -> pb.OpenEpisodeResponse:
+        validation.check_opening(request)
+        wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
+        driver = await self._runs.get(request.run)
+        if request.HasField("task") or not await driver.read(lambda core, _: request.key in core.state.submitted):
+            task = translate.application_task(request)
+            task.agent = self._mesh.application_agent(task.agent)
+            await self.SubmitTasks(pb.SubmitTasksRequest(run=request.run, tasks=[task]), context)
+        return await self._applications.open(
+            driver, request.key, request.index, wait_s, lambda task: self._mesh.check_application(task.agent)
+        )
+
+    async def FinishEpisode(self, request: pb.FinishEpisodeRequest, context: Context) -> pb.FinishEpisodeResponse:
+        validation.check_finish(request)
+        wait_s = translate.wait_s(translate.WAIT_S_MAX, context.time_remaining() or self._deadline_s)
+        driver = await self._runs.get(request.run)
+        if request.rewards:
+            validation.check_declared(request.rewards, await self._outgoing.environment_rewards(request.run))
+        return await self._applications.finish(driver, request.lease_id, dict(request.rewards), wait_s)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         digest, quotas = self._mesh.tokenizer_digest, self._samples

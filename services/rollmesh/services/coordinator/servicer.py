@@ -9,6 +9,7 @@ from typing import Any
 
 from rollmesh.services.coordinator import translate, validation
 from rollmesh.services.coordinator.answer_keys import AnswerKeys
+from rollmesh.services.coordinator.applications import Applications
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -49,6 +50,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         deadline_s: float,
         mesh: MeshDescriber,
         answer_keys: AnswerKeys,
+        applications: Applications,
     ) -> None:
         """`deadline_s` is the server's limit for a call without a deadline."""
         self._deadline_s = deadline_s
@@ -57,6 +59,7 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         self._clock = clock
         self._mesh = mesh
         self._answer_keys = answer_keys
+        self._applications = applications
 
     async def Join(self, requests: AsyncIterator[pb.JoinRequest], context: Context) -> AsyncIterator[pb.JoinResponse]:
         first = await anext(aiter(requests), None)
@@ -190,6 +193,14 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
             return ("UNKNOWN_LEASE",) * len(reports)
         reported = await driver.submit(lambda ticket: i.ReportEpisodes(ticket=ticket, node_id=node_id, reports=reports))
         return reported.results
+
+    async def ServeEpisode(self, request: pb.ServeEpisodeRequest, context: Context) -> pb.ServeEpisodeResponse:
+        validation.check_id("node_id", request.node_id)
+        for field in ("base_url", "api_key", "model"):
+            validation.check_text(f"served.{field}", getattr(request.served, field))
+        run, lease_id = from_wire(request.lease_id)
+        wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
+        return await self._applications.serve(await self._runs.get(run), lease_id, request, wait_s)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         self._keeper.drain(request.node_id)

@@ -129,6 +129,7 @@ def episode_report(message: coordinator_pb2.EpisodeReport) -> i.EpisodeReport:
         traceback=message.failure.metadata["traceback"][-TRACEBACK_CHARS_MAX:]
         if "traceback" in message.failure.metadata
         else "",
+        reason=message.failure.reason if completed and not message.samples else "",
         invalid=invalid,
         counts=message.failure.reason != NoNode.reason,
     )
@@ -212,6 +213,17 @@ def submit_tasks(
         finish=request.finish,
         limits=limits,
     )
+
+
+def application_task(request: run_pb2.OpenEpisodeRequest) -> types_pb2.Task:
+    """Return the task of an episode that an application opens. Without a prompt it gets an empty one, because the
+    requests of the application have their own messages."""
+    task = types_pb2.Task()
+    task.CopyFrom(request.task)
+    task.task_id = request.key
+    if not task.messages:
+        task.messages.add(role="user")
+    return task
 
 
 def trainer_request(type_: type[Q], ticket: int, request: M) -> Q:

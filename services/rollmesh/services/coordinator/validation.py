@@ -77,6 +77,7 @@ SUBMIT_BYTES_MAX = 2 * 1024 * 1024
 """Maximum size of the tasks and answer keys of a call, bytes: with the groups that admit as many tasks at once, they
 must fit into a ledger record."""
 _TASK_ID = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
+TASK_ID_FORM = "have 1 to 256 characters of A-Z a-z 0-9 _ . : -"
 _NAME = re.compile(r"[A-Za-z0-9_.-]*")
 _SAMPLE_SUFFIX = re.compile(r"[-./][A-Za-z0-9_./-]+")
 
@@ -191,6 +192,39 @@ def check_submitted_bytes(what: str, size: int, amount: str) -> None:
         )
 
 
+def check_opening(request: run_pb2.OpenEpisodeRequest) -> None:
+    """Check an episode to open, except for its task."""
+    check_run(request.run)
+    if not _TASK_ID.fullmatch(request.key):
+        raise field_error("key", TASK_ID_FORM, request.key)
+    if request.index < 0:
+        raise field_error("index", "be >= 0", request.index)
+
+
+def check_finish(request: run_pb2.FinishEpisodeRequest) -> None:
+    """Check the end of an episode, except for the names of its rewards."""
+    check_run(request.run)
+    check_id("lease_id", request.lease_id)
+    if len(request.rewards) > REWARDS_MAX:
+        raise field_error("rewards", f"have at most {REWARDS_MAX} entries", len(request.rewards))
+    for name, value in request.rewards.items():
+        if not in_reward_range(value):
+            raise field_error(f"rewards[{name[:NAME_CHARS_MAX]}]", RANGE_FORM, value)
+
+
+def check_declared(rewards: Mapping[str, float], declared: Sequence[str]) -> None:
+    """Check that the run has a scorer for each reward of an application."""
+    for name in rewards:
+        if name not in declared:
+            known = ", ".join(declared) or "none"
+            raise field_error(
+                f"rewards[{name[:NAME_CHARS_MAX]}]",
+                f"be a reward of the environment that a scorer of the run declares ({known})",
+                rewards[name],
+                "add a scorer `environment` with this name to reward.scorers, or correct the name",
+            )
+
+
 def check_tasks_with_keys(
     request: run_pb2.SubmitTasksRequest | run_pb2.SubmitSamplesRequest, *, task_bytes_max: int
 ) -> None:
@@ -200,8 +234,7 @@ def check_tasks_with_keys(
     keys = {key.task_id: key for key in request.answer_keys}
     for index, task in enumerate(request.tasks):
         if not _TASK_ID.fullmatch(task.task_id):
-            must = "have 1 to 256 characters of A-Z a-z 0-9 _ . : -"
-            raise field_error(f"tasks[{index}].task_id", must, task.task_id)
+            raise field_error(f"tasks[{index}].task_id", TASK_ID_FORM, task.task_id)
         key = keys.pop(task.task_id, None)
         _check_task(task, key, f"{task_place(index, task)}.")
         size = task.ByteSize() + (key.ByteSize() if key is not None else 0)
@@ -409,6 +442,8 @@ def _check_completed(report: coordinator_pb2.EpisodeReport) -> None:
         raise field_error("samples", f"have at most {SAMPLES_PER_EPISODE_MAX} entries", len(report.samples))
     if report.samples and not 1 <= report.payload.sequence < 1 << 63:
         raise field_error("payload.sequence", "be the sequence of the stored payload, >= 1", report.payload.sequence)
+    if not report.samples and not is_reason(report.failure.reason):
+        raise field_error("failure.reason", REASON_FORM, report.failure.reason)
     if report.payload.size_bytes < 0:
         raise field_error("payload.size_bytes", "be >= 0", report.payload.size_bytes)
     if not 0 <= report.num_tool_calls <= TOOL_CALLS_MAX:

@@ -75,6 +75,9 @@ class CoordinatorFront(coordinator_pb2_grpc.CoordinatorServiceServicer):
     async def ReportEpisodes(self, request: pb.ReportEpisodesRequest, context: Context) -> pb.ReportEpisodesResponse:
         _refuse("ReportEpisodes")
 
+    async def ServeEpisode(self, request: pb.ServeEpisodeRequest, context: Context) -> pb.ServeEpisodeResponse:
+        _refuse("ServeEpisode")
+
     async def GetAnswerKeys(self, request: pb.GetAnswerKeysRequest, context: Context) -> pb.GetAnswerKeysResponse:
         _refuse("GetAnswerKeys")
 

@@ -37,6 +37,8 @@ IDEMPOTENT = (
     *(f"rollmesh.v1.CoordinatorService/{verb}" for verb in ("GetBatch", "GetMesh", "GetFleet", "Drain")),
 )
 """The contract of RunService allows clients to repeat every call."""
+ONCE = tuple(f"rollmesh.v1.RunService/{verb}" for verb in ("OpenEpisode", "FinishEpisode"))
+"""Calls whose wait ends with UNAVAILABLE. Their client repeats them."""
 _log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,9 @@ class GatewayNode(JoinedNode):
             bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self.access))
             stack.push_async_callback(bus.close)
         channel, stream_channel = [
-            await stack.enter_async_context(open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT))
+            await stack.enter_async_context(
+                open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT, once=ONCE)
+            )
             for _ in range(2)  # a connection has a limit of calls, and streams must not block the short ones
         ]
         streams = ForwardedCalls("forwarded streams", self._config.forwarded_max)
@@ -94,7 +98,9 @@ class GatewayNode(JoinedNode):
             self._heads,
             stream_channel=stream_channel,
             streams=streams,
-            waits=ForwardedCalls("waiting calls of LeaseBatch", self._config.forwarded_max),
+            waits=ForwardedCalls(
+                "waiting calls of LeaseBatch, OpenEpisode and FinishEpisode", self._config.forwarded_max
+            ),
             call_s=self._config.call_s,
         )
         self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)

@@ -163,6 +163,14 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
     async def SubmitTasks(self, request: pb.SubmitTasksRequest, context: Context) -> pb.SubmitTasksResponse:
         return await self._forward(self._run.SubmitTasks, request, context)
 
+    async def OpenEpisode(self, request: pb.OpenEpisodeRequest, context: Context) -> pb.OpenEpisodeResponse:
+        with self._waits.one():
+            return await self._forward(self._run.OpenEpisode, request, context, request.wait_s)
+
+    async def FinishEpisode(self, request: pb.FinishEpisodeRequest, context: Context) -> pb.FinishEpisodeResponse:
+        with self._waits.one():
+            return await self._forward(self._run.FinishEpisode, request, context)
+
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         return await self._forward(self._run.SubmitSamples, request, context)
 

@@ -102,6 +102,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 description=scorer.description,
                 columns=scorer.columns,
                 reads=scorer.reads,
+                environment_rewards=scorer.scorer.environment_rewards,
             )
         return response
 

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
-from rollmesh.services.rollout.config import RolloutConfig
+from rollmesh.services.rollout.config import APPLICATION, RolloutConfig
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.shared.clients.generated import ScoredTokens
 from rollmesh.shared.config.plugin import Plugin, required
@@ -59,8 +59,8 @@ class Agent(Plugin):
     parses_calls: ClassVar[bool] = False
     """Whether it reads tool calls by the words of the chat format, as `tool_calling`."""
     runs_elsewhere: ClassVar[bool] = False
-    """Whether a process works on the task that the worker does not contain, as `program` and `url`. It gets no private
-    extras."""
+    """Whether a process works on the task that the worker does not contain, as `program`, `url` and `application`. It
+    gets no private extras."""
 
     @property
     def private_extras(self) -> Sequence[str]:
@@ -91,6 +91,7 @@ AGENTS = Registry(
         "tree_rollouts": "rollmesh.services.rollout.agents.tree_rollouts:TreeRolloutsAgent",
         "program": "rollmesh.services.rollout.agents.program:ProgramAgent",
         "url": "rollmesh.services.rollout.agents.url:UrlAgent",
+        APPLICATION: "rollmesh.services.rollout.agents.application:ApplicationAgent",
         "prefix": "rollmesh.services.rollout.agents.prefix:PrefixAgent",
         "given_solution": "rollmesh.services.rollout.agents.given_solution:GivenSolutionAgent",
         "expert_replay": "rollmesh.services.rollout.agents.expert_replay:ExpertReplayAgent",

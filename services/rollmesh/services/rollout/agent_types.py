@@ -8,6 +8,9 @@ import msgspec
 
 from rollmesh.shared.domain.trajectory import Columns, FinishReason, FloatArray, IntArray, Message, ToolOutcome
 
+MODEL = "policy"
+"""The name of the trained model in requests of clients."""
+
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
     """The fields of a task that an agent may read. The answer key is not one of them."""

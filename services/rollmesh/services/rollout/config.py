@@ -26,6 +26,8 @@ from rollmesh.shared.domain.extras import ExtraName
 from rollmesh.shared.domain.outputs import NUM_TOP, NUM_TOP_MAX
 from rollmesh.shared.rpc.addresses import host_of, is_wildcard, port_of
 
+APPLICATION = "application"
+"""Name of the agent that serves episodes to applications."""
 ToolCallBody = Literal["bare", "json", "pythonic", "xml", "named_json", "arg_tags"]
 AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9_.-]{1,64}$")]
 _JSON_TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")

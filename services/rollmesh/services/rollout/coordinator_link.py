@@ -1,4 +1,4 @@
-"""Implement `ports.Coordinator` over gRPC."""
+"""Implement `ports.Coordinator` and `ports.ApplicationPort` over gRPC."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import grpc
 
 from rollmesh.shared.rpc.status import typed_errors
-from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc
+from rollmesh.v1 import coordinator_pb2, coordinator_pb2_grpc, run_pb2
 
 
 class CoordinatorLink:
@@ -29,6 +29,15 @@ class CoordinatorLink:
         request = coordinator_pb2.RenewLeasesRequest(node_id=self._node_id, lease_ids=lease_ids)
         with typed_errors():
             return await self._stub.RenewLeases(request, timeout=self._rpc_s_max)
+
+    async def serve(
+        self, lease_id: str, served: run_pb2.OpenEpisodeResponse, wait_s: float
+    ) -> coordinator_pb2.ServeEpisodeResponse:
+        request = coordinator_pb2.ServeEpisodeRequest(
+            node_id=self._node_id, lease_id=lease_id, served=served, wait_s=wait_s
+        )
+        with typed_errors():
+            return await self._stub.ServeEpisode(request, timeout=wait_s + self._rpc_s_max)
 
     async def report(self, reports: Sequence[coordinator_pb2.EpisodeReport]) -> Sequence[str]:
         request = coordinator_pb2.ReportEpisodesRequest(node_id=self._node_id, reports=reports)

@@ -21,12 +21,12 @@ import numpy as np
 from msgspec.structs import replace
 from opentelemetry.trace import Span
 
-from rollmesh.services.rollout.agent_types import LimitReached, Task, ToolResult, Turn
+from rollmesh.services.rollout.agent_types import MODEL, LimitReached, Task, ToolResult, Turn
 from rollmesh.services.rollout.chat_format import ChatFormat, ToolSchema
 from rollmesh.services.rollout.config import LimitsConfig, SamplingConfig
 from rollmesh.services.rollout.environment_rewards import EnvironmentRewards
 from rollmesh.services.rollout.episode_trace import SERVICE
-from rollmesh.services.rollout.failures import EpisodeFailed
+from rollmesh.services.rollout.failures import EpisodeFailed, boundary
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.metrics import SCORE_CALLS, TOOL_CALLS
 from rollmesh.services.rollout.ports import Generator
@@ -37,7 +37,7 @@ from rollmesh.services.rollout.tools import ToolBox, shorten
 from rollmesh.shared.clients.generated import ScoredTokens, Target, merged
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clock import Clock
-from rollmesh.shared.codec.checks import check_tool
+from rollmesh.shared.codec.checks import WORD_FORM, check_tool, is_word
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -67,6 +67,7 @@ from rollmesh.shared.errors import EngineFailed, FailedPrecondition, StaleWeight
 from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
 from rollmesh.shared.telemetry.metrics import count
+from rollmesh.v1 import run_pb2
 
 _ENDED = (FinishReason.STOP, FinishReason.LENGTH)
 
@@ -82,6 +83,16 @@ class ServedEpisode(Protocol):
     @property
     def key(self) -> str:
         """The API key of the episode. It opens nothing else, and expires with the context."""
+        ...
+
+    @property
+    def num_requests(self) -> int:
+        """Number of requests for a turn so far."""
+        ...
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the end of the last request, or since the beginning without one; 0 while one runs."""
         ...
 
     @property
@@ -120,6 +131,10 @@ Judge = Callable[[int, Sequence[str]], Awaitable[tuple[Reward, ...]]]
 """(last segment, names of rewards) -> the rewards of the sample that ends there."""
 
 
+Announce = Callable[[run_pb2.OpenEpisodeResponse, float], Awaitable[Mapping[str, float] | None]]
+"""(the served episode, longest wait in seconds) -> what its application says, see `Environment.announce`."""
+
+
 @dataclass(slots=True, kw_only=True)
 class EnvironmentState:
     """State that the branches of one episode share."""
@@ -143,6 +158,10 @@ class EnvironmentState:
     at: Hook = noop
     judge: Judge
     """Asks the reward service for rewards of the path to a segment."""
+    announce: Announce | None = None
+    """Announces a served episode to the coordinator. None: `Environment.announce` is rejected."""
+    dropped: str = ""
+    """Why the agent has dropped the episode."""
     private: PrivateExtras
     """The private extras of the task that the agent may read."""
     num_turns: int = 0
@@ -492,6 +511,32 @@ class Environment:
                 yield served
             finally:
                 state.chains = (state.chains or ClientChains()).plus(served.client_chains)
+
+    async def announce(
+        self, api: ServedEpisode, *, idle_s_max: float, reward_s_max: float, wait_s: float
+    ) -> Mapping[str, float] | None:
+        """Let an application that opens this episode (RunService.OpenEpisode) get the address and the key of `api`, and
+        wait for its end up to `wait_s` seconds, at most 60. Repeat it until the episode ends. The limits are those of
+        OpenEpisodeResponse; the agent keeps them.
+
+        Returns the rewards with which the application finishes the episode, by name; empty if it drops the episode;
+        None if it has not finished it. Raises an infra failure if the coordinator stays unreachable.
+        """
+        if self._state.announce is None:
+            raise FailedPrecondition("this worker cannot serve applications; run the agent in a mesh")
+        served = run_pb2.OpenEpisodeResponse(
+            base_url=api.base_url, api_key=api.key, model=MODEL, idle_s_max=idle_s_max, reward_s_max=reward_s_max
+        )
+        with boundary("coordinator"):
+            return await self._state.announce(served, wait_s)
+
+    def drop(self, reason: str) -> None:
+        """End the episode without samples, when `run` returns: it counts as filtered(REASON) in the run, and is not
+        repeated. For reasons that have nothing to do with what the model did, because a baseline lacks the episode.
+        Raises ValueError for a reason of another form than that of finalizers."""
+        if not is_word(reason):
+            raise ValueError(f"the reason for which an episode is dropped must {WORD_FORM}, got {reason!r:.100}")
+        self._state.dropped = reason
 
     def check(self) -> None:
         """Raise the infra failure or the limit that has ended the episode."""

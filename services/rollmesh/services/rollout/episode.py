@@ -14,6 +14,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from msgspec.structs import replace
@@ -23,10 +24,17 @@ from rollmesh.services.rollout.agents.given import GivenAgent
 from rollmesh.services.rollout.config import RolloutConfig
 from rollmesh.services.rollout.environment import Environment, EnvironmentState, ModelServer
 from rollmesh.services.rollout.episode_trace import SERVICE
-from rollmesh.services.rollout.failures import EpisodeFailed, boundary, to_failure
+from rollmesh.services.rollout.failures import EpisodeFailed, boundary, retry_call, to_failure
 from rollmesh.services.rollout.fault_points import RolloutFaultPoint
 from rollmesh.services.rollout.lease import Lease, decode_lease
-from rollmesh.services.rollout.ports import Generator, PrivateData, SampleLog, SandboxPort, ScoringPort
+from rollmesh.services.rollout.ports import (
+    ApplicationPort,
+    Generator,
+    PrivateData,
+    SampleLog,
+    SandboxPort,
+    ScoringPort,
+)
 from rollmesh.services.rollout.private_extras import PrivateExtras
 from rollmesh.services.rollout.progress import WorkerProgress
 from rollmesh.services.rollout.recorder import Recorder, numbered_samples
@@ -44,7 +52,7 @@ from rollmesh.shared.endpoints.metering import summed
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
 from rollmesh.shared.process.fault_points import Hook, noop
 from rollmesh.shared.telemetry import tracing
-from rollmesh.v1 import coordinator_pb2, types_pb2
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 Report = coordinator_pb2.EpisodeReport
 _RESOLUTION_S = 1e-6
@@ -69,6 +77,8 @@ class EpisodeParts:
     stages: Stages
     progress: WorkerProgress
     endpoints: Endpoints = field(default_factory=lambda: Endpoints({}))
+    applications: ApplicationPort | None = None
+    """For agents that serve applications."""
     server: ModelServer | None = None
     """For agents that serve the model over HTTP."""
     at: Hook = noop
@@ -104,6 +114,8 @@ class EpisodeRunner:
                 env = await self._init(lease, agent, state)
             async with stages.enter(Stage.RUN, state.stage_s):
                 await self._act(agent, state, env)
+        if state.dropped:
+            return _dropped(lease, state.dropped)
         # The sessions end before scoring, because scoring must not hold jails.
         async with stages.enter(Stage.SCORE, state.stage_s), self._infra_limit("score", limits.score_s_max):
             with boundary("rollout"):
@@ -140,6 +152,7 @@ class EpisodeRunner:
             purpose=lease.purpose,
             at=parts.at,
             private=PrivateExtras(lease.task, (), {}),
+            announce=partial(self._announce, lease) if parts.applications is not None else None,
             judge=lambda leaf, names: self._judge(lease, state, leaf, names),
         )
         return state
@@ -228,7 +241,7 @@ class EpisodeRunner:
             state.end_at("seconds")
         if state.failure is not None:
             raise state.failure
-        if state.limit and not state.recorder.leaves():
+        if state.limit and not state.dropped and not state.recorder.leaves():
             # A limit without a sampled token is not a model failure.
             cause = DeadlineExceeded(
                 f"no token was sampled before the limit `{state.limit}` ({limit_s:g} s); check that engines are ready, "
@@ -245,6 +258,20 @@ class EpisodeRunner:
             raise
         except Exception as err:  # user code may raise any exception; run() records it
             raise state.failure or EpisodeFailed("agent", err) from err
+
+    async def _announce(
+        self, lease: Lease, served: run_pb2.OpenEpisodeResponse, wait_s: float
+    ) -> Mapping[str, float] | None:
+        """Announce a served episode, see `Environment.announce`."""
+        parts = self._parts
+        assert parts.applications is not None, "the environment checks it"
+        applications = parts.applications
+
+        async def serve() -> coordinator_pb2.ServeEpisodeResponse:
+            return await applications.serve(lease.lease_id, served, wait_s)
+
+        said = await retry_call(serve, parts.config.worker, parts.clock)
+        return dict(said.rewards) if said.finished else None
 
     # SCORE ------------------------------------------------------------------------------------------------------------
 
@@ -329,6 +356,16 @@ def cancelled_report(lease: coordinator_pb2.EpisodeLease, reason: str) -> Report
     """Return a report that releases an unfinished episode."""
     failure = types_pb2.Failure(code=Code.CANCELLED.value, reason=Cancelled.reason, message=reason)
     return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_CANCELLED, failure)
+
+
+def _dropped(lease: Lease, reason: str) -> Report:
+    """Return the report of an episode that its agent has dropped."""
+    return Report(
+        lease_id=lease.lease_id,
+        key=encode_key(lease.key),
+        outcome=coordinator_pb2.EPISODE_OUTCOME_COMPLETED,
+        failure=types_pb2.Failure(reason=reason),
+    )
 
 
 def _unfinished(

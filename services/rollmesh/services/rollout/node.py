@@ -107,10 +107,12 @@ class RolloutNode(JoinedNode):
             lambda: self.ready(coordinator_pb2.NODE_KIND_REWARD), self._open_node, clock, config.reward
         )
         self._data = DataLink(lambda: self.ready(coordinator_pb2.NODE_KIND_DATA), self._open_node, clock, config.worker)
-        channel = open_channel(self.coordinator, access=self.access)
+        channel, serving = [open_channel(self.coordinator, access=self.access) for _ in range(2)]
+        # Calls for served episodes wait, and a connection has a limit of calls: they must not delay renewals.
+        self._applications = CoordinatorLink(serving, self.node_id, rpc_s_max=config.worker.rpc_s_max)
         self._model_server = OpenAiServer(config, self._tokenizer, clock, self._base_dir)
         clients = (self._reward, self._data, self._sandbox, self._router, self._endpoints, self._model_server)
-        for close in (channel.close, *(client.close for client in clients)):
+        for close in (channel.close, serving.close, *(client.close for client in clients)):
             stack.push_async_callback(close)
         link = CoordinatorLink(channel, self.node_id, rpc_s_max=config.worker.rpc_s_max)
         self.worker = RolloutWorker(link, self._runner(), self.progress, config.worker, clock)
@@ -176,6 +178,7 @@ class RolloutNode(JoinedNode):
                 stages=self.stages,
                 progress=self.progress,
                 endpoints=self._endpoints,
+                applications=self._applications,
                 server=self._model_server,
                 at=self._at,
             )

@@ -24,7 +24,7 @@ from rollmesh.shared.domain.trajectory import (
     SamplingParams,
     Segment,
 )
-from rollmesh.v1 import coordinator_pb2, reward_pb2
+from rollmesh.v1 import coordinator_pb2, reward_pb2, run_pb2
 
 
 class GenerationPort(Protocol):
@@ -132,6 +132,16 @@ class SampleLog(Protocol):
     async def append(self, run: str, payload: bytes, *, message_id: str) -> int:
         """Store a payload and return its sequence. A repeated `message_id` within the stream's window returns the same
         sequence."""
+        ...
+
+
+class ApplicationPort(Protocol):
+    """The applications that open episodes, behind the coordinator."""
+
+    async def serve(
+        self, lease_id: str, served: run_pb2.OpenEpisodeResponse, wait_s: float
+    ) -> coordinator_pb2.ServeEpisodeResponse:
+        """Announce a served episode, and wait up to `wait_s` for the end of its application. Repeatable."""
         ...
 
 

@@ -57,6 +57,7 @@ def open_channel(
     access: Access,
     config: ChannelConfig | None = None,
     idempotent: Sequence[str] = (),
+    once: Sequence[str] = (),
 ) -> MeshChannel:
     """Return a channel to `address`. It connects on the first call, and again when the connection breaks.
 
@@ -64,11 +65,12 @@ def open_channel(
     again when the connection breaks. With TLS the certificate of each server must contain the first address.
 
     `idempotent` lists services and methods that may be sent again after UNAVAILABLE, such as
-    "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate".
+    "rollmesh.v1.RunService" or "rollmesh.v1.RunService/CommitUpdate", and `once` methods of these services that are
+    not, because UNAVAILABLE ends their wait.
     ConfigError if a TLS file of `access` cannot be read, or if a list contains a name.
     """
     config = config or ChannelConfig()
-    options = _options(config, idempotent)
+    options = _options(config, idempotent, once)
     credentials = None if address.startswith("unix:") else access.channel_credentials()
     if len(addresses := split_addresses(address)) > 1:
         name = host_of(addresses[0])
@@ -157,7 +159,7 @@ class MeshChannel(grpc.aio.Channel):
         await self.close()
 
 
-def _options(config: ChannelConfig, idempotent: Sequence[str]) -> list[tuple[str, Any]]:
+def _options(config: ChannelConfig, idempotent: Sequence[str], once: Sequence[str]) -> list[tuple[str, Any]]:
     return [
         ("grpc.max_send_message_length", config.message_bytes_max),
         ("grpc.max_receive_message_length", config.message_bytes_max),
@@ -170,14 +172,17 @@ def _options(config: ChannelConfig, idempotent: Sequence[str]) -> list[tuple[str
         ("grpc.max_reconnect_backoff_ms", int(config.reconnect_s_max * 1000)),
         # Channels to the same address would share one connection (and its flow control) through the global pool.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.service_config", _service_config(config, idempotent)),
+        ("grpc.service_config", _service_config(config, idempotent, once)),
     ]
 
 
-def _service_config(config: ChannelConfig, idempotent: Sequence[str]) -> str:
+def _service_config(config: ChannelConfig, idempotent: Sequence[str], once: Sequence[str]) -> str:
     if not idempotent or config.attempts_max == 1:
         return "{}"
-    names = [dict(zip(("service", "method"), name.split("/"), strict=False)) for name in idempotent]
+    names, exceptions = (
+        [dict(zip(("service", "method"), name.split("/"), strict=False)) for name in some]
+        for some in (idempotent, once)
+    )
     retry = {
         "maxAttempts": config.attempts_max,
         "initialBackoff": "0.1s",
@@ -185,4 +190,5 @@ def _service_config(config: ChannelConfig, idempotent: Sequence[str]) -> str:
         "backoffMultiplier": 2,
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
-    return json.dumps({"methodConfig": [{"name": names, "retryPolicy": retry}]})
+    methods = [{"name": names, "retryPolicy": retry}, *([{"name": exceptions}] if exceptions else [])]
+    return json.dumps({"methodConfig": methods})

@@ -24,6 +24,8 @@ RECORDED = RequestLimits(request_bytes=6 * 1024 * 1024)
 """Limits of CoordinatorService. Its requests are stored in ledger records, and a record must fit into a NATS
 message."""
 RECORDED_TEXTS = RequestLimits(
-    text_bytes=64 * 1024, long_texts=frozenset({"SubmitTasks", "SubmitSamples"}), request_bytes=RECORDED.request_bytes
+    text_bytes=64 * 1024,
+    long_texts=frozenset({"SubmitTasks", "SubmitSamples", "OpenEpisode"}),
+    request_bytes=RECORDED.request_bytes,
 )
 """Limits of RunService, whose texts are names, reasons and settings, except for the tasks and samples of clients."""

@@ -20,6 +20,7 @@ from rollmesh.services.coordinator.core.group_changes import (
     end_sample,
     end_samples,
     finish,
+    keep_result,
     open_eval,
     open_task,
     settle,
@@ -185,6 +186,7 @@ def _(fact: f.EpisodeScored, state: State) -> None:
         else:
             state.the_clock.tokens_generated += meta.num_sampled_tokens
     state.counters_of(group).reserve(len(fact.samples) - 1)
+    keep_result(state, group, episode, "", fact.samples)
     close_eval_episode(state, group)
     settle(state, group)
 

@@ -214,6 +214,10 @@ class Core:
             found["groups"] = f"{finalizing} wait for the reward service to finalize them"
         return found
 
+    def why_no_work(self) -> str:
+        """Return what a worker without work waits for, for display."""
+        return rollouts.why_no_work(DecisionContext(self.state, self.ephemeral, 0.0))
+
     def ready_ahead(self, request: i.WatchReady, known: set[str]) -> tuple[m.LeasedSample, ...]:
         """Return READY samples for the next batch, see `batches.ready_ahead`. Raises MeshError."""
         if self.state.spec is None:

@@ -5,16 +5,18 @@ Only `apply.py` uses it, and decides what each fact changes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from rollmesh.services.coordinator.core import facts as f
-from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, Task
+from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, SampleMeta, Task
 from rollmesh.services.coordinator.core.state import (
+    RESULTS_KEPT_MAX,
     REWARD_NAMES_MAX,
     RUN_ENDED,
     VOID_VERSION,
+    EpisodeResult,
     EpisodeState,
     EpisodeStatus,
     EvalState,
@@ -23,11 +25,14 @@ from rollmesh.services.coordinator.core.state import (
     OpenTask,
     SampleState,
     State,
+    end_text,
     task_bytes,
 )
 from rollmesh.shared.domain.text import short_labels
 
 EVALS_KEPT_MAX = 1000
+OF_ENVIRONMENT = "environment@"
+"""Beginning of the label of the scorer that returns rewards of the environment as they were given."""
 LABELS_MAX = 256
 """Number of labels whose success an evaluation keeps. A label with another value for each task is not a group of
 tasks."""
@@ -86,6 +91,24 @@ def end_episode(state: State, group: GroupState, episode: EpisodeState, end: Sam
     finish(state, group, episode, EpisodeStatus.ENDED)
     group.lost |= reason in (RUN_ENDED, VOID_VERSION)
     state.counters_of(group).end(end, reason)
+    keep_result(state, group, episode, end_text(end, reason), ())
+
+
+def keep_result(
+    state: State, group: GroupState, episode: EpisodeState, end: str, samples: Sequence[SampleMeta]
+) -> None:
+    """Keep how an episode of a submitted task has ended."""
+    if not state.the_spec.submitted_tasks or group.source or group.purpose not in (Purpose.TRAIN, Purpose.EXPORT):
+        return
+    given = [reward for sample in samples for reward in sample.rewards if reward.scorer.startswith(OF_ENVIRONMENT)]
+    state.episode_results[episode.episode] = EpisodeResult(
+        lease_id=episode.lease_id,
+        end=end,
+        sample_ids=tuple(sample.sample_id for sample in samples),
+        rewards={reward.name: reward.value for reward in given if reward.outcome is RewardOutcome.OK},
+    )
+    while len(state.episode_results) > RESULTS_KEPT_MAX:
+        del state.episode_results[next(iter(state.episode_results))]
 
 
 def end_samples(state: State, group: GroupState, sample_ids: Iterable[str], end: SampleEnd, reason: str) -> None:

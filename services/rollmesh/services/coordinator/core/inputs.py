@@ -94,6 +94,8 @@ class EpisodeReport:
     cause: str = ""
     traceback: str = ""
     """Traceback of a user's agent or scorer that raised."""
+    reason: str = ""
+    """Reason of the end of a completed episode without samples; empty: NO_SAMPLES."""
     invalid: str = ""
     """Why the report cannot be recorded as it is. Its attempt then counts as an infra failure."""
     counts: bool = True

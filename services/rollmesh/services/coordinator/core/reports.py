@@ -111,9 +111,8 @@ def _complete(ctx: DecisionContext, group: GroupState, episode: EpisodeState, re
             ids = tuple(sample.sample_id for sample in report.samples)
             ctx.emit(f.SamplesEnded(group=group.group, sample_ids=ids, end=SampleEnd.EXPORTED))
     else:
-        ctx.emit(
-            f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason="NO_SAMPLES")
-        )
+        reason = report.reason or "NO_SAMPLES"
+        ctx.emit(f.EpisodeEnded(group=group.group, episode=episode.episode, end=SampleEnd.FILTERED, reason=reason))
 
 
 def _scored(report: i.EpisodeReport) -> ScoredEpisode:

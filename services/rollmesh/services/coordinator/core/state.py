@@ -74,6 +74,22 @@ class EpisodeState(msgspec.Struct, kw_only=True):
     payload: PayloadRef = PayloadRef()
 
 
+RESULTS_KEPT_MAX = 4096
+"""Number of ended episodes of submitted tasks whose ends are kept for their applications."""
+
+
+class EpisodeResult(msgspec.Struct, kw_only=True, frozen=True):
+    """How an episode of a submitted task has ended, for the application that opened it. It outlives the group."""
+
+    lease_id: str
+    """Its last lease."""
+    end: str = ""
+    """`end_text` of an episode without samples; empty for a scored one."""
+    sample_ids: tuple[str, ...] = ()
+    rewards: dict[str, float] = {}
+    """The rewards of its environment, as reported."""
+
+
 class SampleOrigin(msgspec.Struct, kw_only=True, frozen=True):
     """The sample whose tokens a replayed sample has."""
 
@@ -446,6 +462,8 @@ class State(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """Sum of their sizes."""
     submitted_finished: bool = False
     """Whether no further tasks follow."""
+    episode_results: dict[str, EpisodeResult] = {}
+    """The ends of the newest ended episodes of submitted tasks, by id."""
     foreign: dict[str, SourceAccount] = {}
     """The accounts of the sources of submitted samples, by source."""
     foreign_keys: dict[str, str] = {}

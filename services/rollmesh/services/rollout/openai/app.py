@@ -20,7 +20,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from rollmesh.services.rollout.agent_types import LimitReached, Turn
+from rollmesh.services.rollout.agent_types import MODEL, LimitReached, Turn
 from rollmesh.services.rollout.conversation import ChatMessage, RequestedCall
 from rollmesh.services.rollout.environment import Environment
 from rollmesh.services.rollout.failures import EpisodeFailed
@@ -71,9 +71,6 @@ from rollmesh.shared.errors import (
     field_error,
 )
 from rollmesh.shared.telemetry.metrics import count
-
-MODEL = "policy"
-"""The name of the trained model."""
 
 BODY_S_MAX = 45.0
 """Time in which the body of a request must arrive, in seconds. It is below that of `AsgiServer`, so that the client

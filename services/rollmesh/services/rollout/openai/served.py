@@ -15,6 +15,7 @@ from rollmesh.services.rollout.failures import EpisodeFailed
 from rollmesh.services.rollout.metrics import OPENAI_ABANDONED
 from rollmesh.services.rollout.openai.chains import Chains
 from rollmesh.services.rollout.openai.openai_errors import EpisodeEnded
+from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.domain.trajectory import ClientChains
 from rollmesh.shared.errors import ContextLengthExceeded, Unauthenticated
@@ -26,7 +27,7 @@ T = TypeVar("T")
 class Served:
     """An episode that clients can call. It implements `environment.ServedEpisode`."""
 
-    def __init__(self, env: Environment, chains: Chains, *, base_url: str, key: str) -> None:
+    def __init__(self, env: Environment, chains: Chains, *, base_url: str, key: str, clock: Clock) -> None:
         self.env = env
         self.chains = chains
         self.base_url = base_url
@@ -35,6 +36,9 @@ class Served:
         self._replies: dict[tuple[str, int], Environment] = {}
         """The branches after the replies, by id and choice."""
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._clock = clock
+        self._used_s = clock.monotonic_s()
+        """Time at which the last part of a request ended, or else the episode was opened."""
         self._ended = asyncio.Event()
         self._closed = False
         self._abandoned: set[asyncio.Task[Any]] = set()
@@ -45,6 +49,10 @@ class Served:
     @property
     def num_turns(self) -> int:
         return len(self.chains.points)
+
+    @property
+    def idle_s(self) -> float:
+        return 0.0 if self._tasks else self._clock.monotonic_s() - self._used_s
 
     @property
     def client_chains(self) -> ClientChains:
@@ -93,8 +101,12 @@ class Served:
             raise ended_meanwhile()
         task = asyncio.ensure_future(self._watched(work))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._end_task)
         return task
+
+    def _end_task(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        self._used_s = self._clock.monotonic_s()
 
     async def _watched(self, work: Coroutine[Any, Any, T]) -> T:
         try:

@@ -51,7 +51,7 @@ class OpenAiServer:
         await self._start()
         key = KEY_PREFIX + secrets.token_urlsafe(32)
         chains = Chains(env, self._tokenizer, self._config.limits.context_tokens_max)
-        served = Served(env, chains, base_url=self._url, key=key)
+        served = Served(env, chains, base_url=self._url, key=key, clock=self._clock)
         self._episodes[_digest(key)] = served
         try:
             yield served

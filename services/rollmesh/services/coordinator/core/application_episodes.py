@@ -1,0 +1,122 @@
+"""Find the episodes that applications open, in the state of a run.
+
+Pure reads: an episode is opened by the submission of its task, and ends with the report of its worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd, Task
+from rollmesh.services.coordinator.core.state import (
+    RESULTS_KEPT_MAX,
+    EpisodeResult,
+    EpisodeState,
+    EpisodeStatus,
+    GroupState,
+    State,
+    end_text,
+)
+from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, UnknownEpisode, field_error
+
+DISCARDED = "DISCARDED"
+"""Reason of an episode that its application drops."""
+
+
+def task_of(state: State, key: str) -> Task | None:
+    """Return the task of a key while it waits or its group is in progress; None if the key is not known. Raises
+    EpisodeOver if its group has left the state."""
+    if (group := _group_of(state, key)) is not None:
+        return group.task
+    if key not in state.submitted:
+        return None
+    waiting = (*(one.task for one in state.submitted_open), *(one.task for one in state.replays))
+    task = next((task for task in waiting if task.task_id == key), None)
+    if task is None:
+        raise _over(key, "answered")
+    return task
+
+
+def lease_of(state: State, key: str, index: int) -> str:
+    """Return the lease under which a worker holds the episode; empty while none does. Raises EpisodeOver if it has
+    ended."""
+    group = _group_of(state, key)
+    num = len(group.episodes) if group is not None else state.the_spec.group_size
+    if not 0 <= index < num:
+        raise field_error("index", f"be in [0, {num}), the episodes of the key", index)
+    if group is None:
+        return ""
+    episode = group.episodes[f"{group.group}.{index}"]
+    if episode.status in (EpisodeStatus.SCORED, EpisodeStatus.ENDED):
+        result = state.episode_results.get(episode.episode)
+        raise _over(key, (result.end if result is not None else "") or "scored")
+    return episode.lease_id if episode.status is EpisodeStatus.LEASED else ""
+
+
+def result_of(state: State, lease_id: str) -> EpisodeResult | None:
+    """Return how the attempt with a lease has ended; None while its worker holds it. Raises EpisodeLost for an attempt
+    that was lost, and UnknownEpisode."""
+    name = lease_id.rpartition("#")[0]
+    result, episode = state.episode_results.get(name), _episode(state, name)
+    last = result.lease_id if result is not None else episode.lease_id if episode is not None else ""
+    if not last or _attempt(lease_id) > _attempt(last):
+        raise UnknownEpisode(
+            f"no episode of run {state.the_spec.run} has the lease {lease_id!r:.100}, or it ended before the newest "
+            f"{RESULTS_KEPT_MAX} episodes; pass `lease_id` as OpenEpisode returned it",
+            lease_id=lease_id,
+        )
+    if result is not None and last == lease_id:
+        return result
+    if result is None and episode is not None and last == lease_id and episode.status is EpisodeStatus.LEASED:
+        return None
+    cause = episode.cause if episode is not None else ""
+    raise EpisodeLost(
+        f"the attempt {lease_id} of the episode was lost{f' ({cause})' if cause else ''}, and nothing of it counts; "
+        "open the episode again with OpenEpisode and the same key",
+        lease_id=lease_id,
+    )
+
+
+def check_result(result: EpisodeResult, rewards: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the samples of an ended episode that an application finishes with `rewards`. Raises EpisodeConflict if
+    it was finished with others, and EpisodeOver if it ended otherwise."""
+    discarded = result.end == end_text(SampleEnd.FILTERED, DISCARDED)
+    if result.end and not discarded:
+        raise _over(result.lease_id, result.end)
+    if discarded is bool(rewards) or any(result.rewards.get(name, rewards[name]) != rewards[name] for name in rewards):
+        raise conflict(result.lease_id)
+    return result.sample_ids
+
+
+def conflict(lease_id: str) -> EpisodeConflict:
+    return EpisodeConflict(
+        f"the episode {lease_id} was finished with other rewards, and the first ones count; send the same ones, or "
+        "open another episode",
+        lease_id=lease_id,
+    )
+
+
+def _over(name: str, end: str) -> EpisodeOver:
+    return EpisodeOver(f"the episode {name} has ended: {end}; open another one with a new key", end=end)
+
+
+def _group_of(state: State, key: str) -> GroupState | None:
+    """Return the newest group of a submitted task."""
+    found = (group for group in state.groups.values() if group.task.task_id == key and _is_open_to_clients(group))
+    return max(found, key=lambda group: group.number, default=None)
+
+
+def _episode(state: State, name: str) -> EpisodeState | None:
+    group = state.groups.get(name.rpartition(".")[0])
+    if group is None or not state.the_spec.submitted_tasks or not _is_open_to_clients(group):
+        return None
+    return group.episodes.get(name)
+
+
+def _is_open_to_clients(group: GroupState) -> bool:
+    return group.purpose in (Purpose.TRAIN, Purpose.EXPORT) and not group.source
+
+
+def _attempt(lease_id: str) -> int:
+    attempt = lease_id.rpartition("#")[2]
+    return int(attempt) if attempt.isdecimal() and len(attempt) < 10 else 1 << 31
