@@ -22,7 +22,7 @@ KEPT = 2
 """Number of snapshots that are kept per run: the newest, and one as a fallback."""
 _SUFFIX = ".snapshot"
 _DIGEST_BYTES = 32
-FORMAT = 5
+FORMAT = 6
 """Format of the files. It rises with every change of `State` or of what the fold keeps in it, because an older release
 would drop new fields, and this one would fill them with defaults. A test compares it with the fields of `State`."""
 
