@@ -177,6 +177,7 @@ class RolloutNode(JoinedNode):
                 progress=self.progress,
                 endpoints=self._endpoints,
                 server=self._model_server,
+                base_dir=self._base_dir,
                 at=self._at,
             )
         )
