@@ -27,16 +27,16 @@ def encode_variant(variant: Variant) -> types_pb2.Variant:
 
 def decode_variant(message: types_pb2.Variant, field: str = "variant") -> Variant:
     """Raises `InvalidInput`."""
-    given = {field.name: value for field, value in message.sampling.ListFields()}
+    at, given = f"{field}.sampling", {one.name: value for one, value in message.sampling.ListFields()}
     plain = {name: getattr(message, name) for name in Variant.__struct_fields__}
     try:
-        plain |= {
-            "sampling": SamplingOverrides(**given),
-            "options": decode_extras(message.options),
-            "seed": message.seed if message.HasField("seed") else None,
-        }
+        plain["sampling"] = SamplingOverrides(**given)
+        at = f"{field}.options"
+        plain["options"] = decode_extras(message.options)
+        at = field
+        plain["seed"] = message.seed if message.HasField("seed") else None
         return Variant(**plain)
     except SettingError as error:
-        raise described_field_error(f"{field}.{error.field}", error.what) from error
+        raise described_field_error(f"{at}.{error.field}", error.what) from error
     except ExtraError as error:
-        raise described_field_error(f"{field}.options.{error.name}", error.what) from None
+        raise described_field_error(f"{at}.{error.name}", error.what) from None
