@@ -22,7 +22,8 @@ def variant_mistakes(config: MeshConfig, base_dir: Path, tasks: TaskSurvey) -> I
         key = f"run.variants[{index}]"
         if variant.agent and variant.agent not in rollout.agents:
             yield ConfigError(
-                f"`{key}.agent`: the agent `{variant.agent}` does not exist; {known_agents(rollout.agents_by_name)}",
+                f"`{key}.agent`: the agent `{variant.agent}` does not exist; "
+                f"{known_agents(rollout.agents, 'the variant')}",
                 key=f"{key}.agent",
             )
             continue

@@ -40,7 +40,8 @@ class VariantAgents:
         NotFound, or InvalidInput for options that it does not have."""
         if name not in self._agents:
             raise NotFound(
-                f"agent `{name}` of the variant `{variant.name}` is not configured; {known_agents(self._agents)}"
+                f"agent `{name}` of the variant `{variant.name}` is not configured; "
+                f"{known_agents(self._agents, 'the plan')}"
             )
         if not variant.options:
             return self._agents[name]
