@@ -17,6 +17,7 @@ ELSEWHERE = {
     "Record": "rollmesh.services.coordinator.core.records",
     "RunSpec": "rollmesh.services.coordinator.core.records",
     "PolicyVersion": "rollmesh.shared.domain.versions",
+    "Variant": "rollmesh.shared.domain.plans",
 }
 """Types that are written by hand, because they have rules, and their modules."""
 ZERO_MEMBERS = {"SampleEnd": "LIVE", "FinishReason": "UNFINISHED"}

@@ -332,6 +332,7 @@ def episode_of(
         segments=[prompt, action],
         sampling_params=[types_pb2.SamplingParams(temperature=1.0, max_tokens=5)],
         samples=samples,
+        variant=lease.variant.name,
     )
 
 
@@ -353,10 +354,11 @@ async def coordinator_mesh(
     *,
     store: EmbeddedServerConfig | None = None,
     finalizer: str = "keep_all",
+    data: DataConfig | None = None,
 ) -> AsyncIterator[MeshParts]:
-    """All parts, joined and ready. `store` configures nats-server."""
+    """All parts, joined and ready. `store` configures nats-server, and `data` the data service."""
     async with coordinator_alone(tmp_path, config, store=store) as parts:
-        await _join_all(parts, finalizer)
+        await _join_all(parts, finalizer, data or DataConfig())
         yield parts
 
 
@@ -380,14 +382,14 @@ async def coordinator_alone(
         yield parts
 
 
-async def _join_all(parts: MeshParts, finalizer: str) -> None:
+async def _join_all(parts: MeshParts, finalizer: str, data: DataConfig) -> None:
     common: dict[str, Any] = {"access": ACCESS, "coordinator": parts.address}
     depot = DepotConfig(directory=str(parts.folder / "depot"), membership=JOIN, server=ServerConfig(stop_s=0.0))
     stop = ServerConfig(stop_s=0.0)
     reward = RewardConfig(finalizers=(Extension(finalizer),))
     worker = coordinator_pb2.NodeHello(node_id=WORKER, kind=ROLLOUT, capacity=8)
     for node in (
-        DataNode(DataConfig(), node_id="data-0", bus=parts.bus, server=stop, **common),
+        DataNode(data, node_id="data-0", bus=parts.bus, server=stop, **common),
         RewardNode(reward, node_id="reward-0", server=stop, **common),
         DepotNode(depot, node_id="depot-0", **common),
         Membership(parts.address, access=ACCESS, handler=PassiveHandler(worker), config=JOIN),

@@ -11,7 +11,7 @@ import msgspec
 from rollmesh.app.checks.config_checks import find_mistakes
 from rollmesh.app.config import load_train_config
 from rollmesh.services.data.config import DataConfig, build_engine, build_pools, build_selector
-from rollmesh.services.data.selector import GroupResult
+from rollmesh.services.data.selector import SELECTORS, GroupResult, Plan
 from rollmesh.services.data.source import SOURCES
 from rollmesh.services.data.task import Split
 from rollmesh.services.reward.config import ScorerConfig
@@ -130,6 +130,23 @@ def test_selector_draws_by_results_and_restores_its_state() -> None:
     restored.restore(selector.snapshot())
     for each in (selector, restored):
         assert [each.draw(9, frozenset()), each.draw(9, frozenset({3}))] == [3, 0], "5 is solved in every attempt"
+
+
+def test_selector_plans_a_larger_group_for_a_task_that_was_never_solved() -> None:
+    pool = build_pools(CONFIG.data, FOLDER)[Split.TRAIN]
+    chosen = Extension("wider_if_unsolved.py:WiderIfUnsolved", {"hot": 2})
+    selector = SELECTORS.make(chosen, FOLDER, pool=pool, seed=0)
+    for position, successes in ((0, 0.0), (1, 1.0)):
+        selector.observe(GroupResult(position=position, successes=successes, failures=4.0))
+    restored = SELECTORS.make(chosen, FOLDER, pool=pool, seed=0)
+    restored.restore(selector.snapshot())
+    for each in (selector, restored):
+        wide, *others = (each.plan(9, position, frozenset()) for position in range(3))
+        assert [(one.name, one.count, one.sampling.temperature) for one in wide.variants] == [
+            ("plain", 4, None),
+            ("hot", 2, 1.2),
+        ]
+        assert others == [Plan(propensity=1 / 64)] * 2
 
 
 async def test_agent_asks_for_a_second_answer() -> None:

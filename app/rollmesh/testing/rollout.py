@@ -40,9 +40,11 @@ from rollmesh.services.rollout.worker import RolloutWorker
 from rollmesh.shared.clients.generated import ScoredTokens, Target
 from rollmesh.shared.clients.sandbox import ExecOutcome, ExecResult, RemoteSnapshot
 from rollmesh.shared.clock import Clock, SystemClock
+from rollmesh.shared.codec.plans import encode_variant
 from rollmesh.shared.codec.trajectory import decode_segment, episode_from_bytes
 from rollmesh.shared.domain.extras import encode_extras
 from rollmesh.shared.domain.outputs import array_names
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.domain.trajectory import (
     EndpointUse,
     Episode,
@@ -531,6 +533,7 @@ def lease(
     extras: Mapping[str, object] | None = None,
     index: int = 0,
     agent: str = "",
+    variant: Variant | None = None,
 ) -> coordinator_pb2.EpisodeLease:
     """Return a lease of an episode whose task is a conversation of user messages. `labels`, `extras` and `agent` are
     those of the task."""
@@ -553,4 +556,5 @@ def lease(
         lease_s=lease_s,
         seed=seed,
         index=index,
+        variant=encode_variant(variant) if variant is not None else None,
     )

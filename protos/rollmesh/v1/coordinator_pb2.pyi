@@ -766,6 +766,7 @@ class EpisodeLease(_message.Message):
     SUBMITTED_FIELD_NUMBER: _builtins.int
     GIVEN_FIELD_NUMBER: _builtins.int
     GIVEN_SOURCE_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Id of the lease, unique in the mesh. Renewals and the report carry it."""
     purpose: _types_pb2.Purpose.ValueType
@@ -800,6 +801,12 @@ class EpisodeLease(_message.Message):
         RunService.SubmitSamples.
         """
 
+    @_builtins.property
+    def variant(self) -> _types_pb2.Variant:
+        """What distinguishes the episode within its group; absent if its episodes are alike. The coordinator leases such an episode only to a
+        worker of protocol 1.1 or later. The payload and the report MUST have its name.
+        """
+
     def __init__(
         self,
         *,
@@ -816,10 +823,11 @@ class EpisodeLease(_message.Message):
         submitted: _builtins.bool = ...,
         given: _types_pb2.Episode | None = ...,
         given_source: _types_pb2.SegmentSource.ValueType = ...,
+        variant: _types_pb2.Variant | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "key", b"key", "task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "key", b"key", "task", b"task", "variant", b"variant"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "given_source", b"given_source", "incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "submitted", b"submitted", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["given", b"given", "given_source", b"given_source", "incarnation_min", b"incarnation_min", "index", b"index", "key", b"key", "lease_id", b"lease_id", "lease_s", b"lease_s", "policy", b"policy", "purpose", b"purpose", "seed", b"seed", "step_min", b"step_min", "submitted", b"submitted", "task", b"task", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

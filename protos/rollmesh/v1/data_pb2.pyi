@@ -73,25 +73,67 @@ class DrawnTask(_message.Message):
 
     DRAW_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
     draw: _builtins.int
     """Draw index."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of the task."""
 
+    @_builtins.property
+    def plan(self) -> Global___Plan:
+        """The group that the selector planned for it. Absent: the default plan of the run, `group_size` and `variants` of its spec. Only for TRAIN."""
+
     def __init__(
         self,
         *,
         draw: _builtins.int = ...,
         task: _types_pb2.Task | None = ...,
+        plan: Global___Plan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draw", b"draw", "plan", b"plan", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrawnTask: _TypeAlias = DrawnTask  # noqa: Y015
+
+@_typing.final
+class Plan(_message.Message):
+    """The group of one draw. The caller rejects the whole response if a plan does not fit the run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SIZE_FIELD_NUMBER: _builtins.int
+    VARIANTS_FIELD_NUMBER: _builtins.int
+    PROPENSITY_FIELD_NUMBER: _builtins.int
+    size: _builtins.int
+    """Number of episodes; 0: the sum of the counts of the variants, or without variants `group_size` of the run. At most
+    `batch_groups` * `group_size` of the run, and at most 131072 / ((max_staleness + 1) * batch_groups).
+    """
+    propensity: _builtins.float
+    """Probability with which the selector drew this task, above 0 and at most 1; 0: not stated."""
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Variant]:
+        """Variants of the episodes, in the order of their numbers, each name once. Their counts sum to `size`. Empty: those of the run, if `size`
+        is 0 or that of the run; else all episodes are alike. At most 65536 bytes in all.
+        """
+
+    def __init__(
+        self,
+        *,
+        size: _builtins.int = ...,
+        variants: _abc.Iterable[_types_pb2.Variant] | None = ...,
+        propensity: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["propensity", b"propensity", "size", b"size", "variants", b"variants"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Plan: _TypeAlias = Plan  # noqa: Y015
 
 @_typing.final
 class NextTasksResponse(_message.Message):

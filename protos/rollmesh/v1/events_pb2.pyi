@@ -118,6 +118,7 @@ class RunSpec(_message.Message):
     SUBMITTED_TASKS_FIELD_NUMBER: _builtins.int
     REPLAY_FIELD_NUMBER: _builtins.int
     FOREIGN_FIELD_NUMBER: _builtins.int
+    VARIANTS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     """Name: letters, digits, "-" and "_", at most 64."""
     policy: _builtins.str
@@ -195,6 +196,12 @@ class RunSpec(_message.Message):
         MUST be in `external_sources`.
         """
 
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Variant]:
+        """Variants of the episodes of each training group that no plan of a selector replaces, in the order of the episodes. Their counts sum to
+        `group_size`. Empty: the episodes of a group are alike. MUST be empty in an export.
+        """
+
     def __init__(
         self,
         *,
@@ -228,10 +235,11 @@ class RunSpec(_message.Message):
         submitted_tasks: _builtins.bool = ...,
         replay: Global___ReplaySpec | None = ...,
         foreign: _abc.Iterable[Global___ForeignSource] | None = ...,
+        variants: _abc.Iterable[_types_pb2.Variant] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["replay", b"replay"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "foreign", b"foreign", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "replay", b"replay", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admit_early", b"admit_early", "batch_groups", b"batch_groups", "batch_lease_s", b"batch_lease_s", "beyond", b"beyond", "episode_lease_s", b"episode_lease_s", "eval_every", b"eval_every", "eval_s_max", b"eval_s_max", "eval_split", b"eval_split", "eval_tasks", b"eval_tasks", "export_groups", b"export_groups", "export_split", b"export_split", "external_sources", b"external_sources", "foreign", b"foreign", "group_s_max", b"group_s_max", "group_size", b"group_size", "learner", b"learner", "max_staleness", b"max_staleness", "policy", b"policy", "publish_every", b"publish_every", "replay", b"replay", "run", b"run", "seconds_max", b"seconds_max", "seed", b"seed", "stall_s", b"stall_s", "submitted_tasks", b"submitted_tasks", "success_reward", b"success_reward", "success_target", b"success_target", "tokens_max", b"tokens_max", "tries_max", b"tries_max", "updates_max", b"updates_max", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,6 +641,8 @@ class GroupReserved(_message.Message):
     INCARNATION_MIN_FIELD_NUMBER: _builtins.int
     DEAD_ID_FIELD_NUMBER: _builtins.int
     SUBMITTED_KEY_FIELD_NUMBER: _builtins.int
+    VARIANTS_FIELD_NUMBER: _builtins.int
+    PROPENSITY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group id, "g<number>" or "e<step>.<incarnation>.<number>" for evaluation."""
     purpose: _types_pb2.Purpose.ValueType
@@ -653,9 +663,17 @@ class GroupReserved(_message.Message):
     """Dead letter whose task this group retries; 0 for a new draw."""
     submitted_key: _builtins.str
     """Key of the submitted samples that are given for this group; empty for a rollout. Its samples are in the account of their source."""
+    propensity: _builtins.float
+    """Probability with which the selector drew its task, above 0 and at most 1; 0: not stated."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
+
+    @_builtins.property
+    def variants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Variant]:
+        """Variants of its episodes in the order of their indices, as the plan of its draw has them: the first `count` episodes have the first
+        one. Their counts sum to `num_episodes`. Episodes that are added later begin again with the first one. Empty: its episodes are alike.
+        """
 
     def __init__(
         self,
@@ -671,10 +689,12 @@ class GroupReserved(_message.Message):
         incarnation_min: _builtins.int = ...,
         dead_id: _builtins.int = ...,
         submitted_key: _builtins.str = ...,
+        variants: _abc.Iterable[_types_pb2.Variant] | None = ...,
+        propensity: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "purpose", b"purpose", "step_min", b"step_min", "submitted_key", b"submitted_key", "task", b"task", "update_intended", b"update_intended"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "propensity", b"propensity", "purpose", b"purpose", "step_min", b"step_min", "submitted_key", b"submitted_key", "task", b"task", "update_intended", b"update_intended", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

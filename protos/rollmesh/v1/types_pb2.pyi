@@ -859,6 +859,145 @@ class ClientChains(_message.Message):
 Global___ClientChains: _TypeAlias = ClientChains  # noqa: Y015
 
 @_typing.final
+class SamplingOverrides(_message.Message):
+    """Sampling of an episode where it differs from the configuration of its worker. An absent field means what the worker has configured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TEMPERATURE_FIELD_NUMBER: _builtins.int
+    TOP_P_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    MAX_TOKENS_FIELD_NUMBER: _builtins.int
+    temperature: _builtins.float
+    """Temperature, 0 to 10."""
+    top_p: _builtins.float
+    """Nucleus mass, above 0 and at most 1."""
+    top_k: _builtins.int
+    """Number of most probable tokens kept; 0: all."""
+    max_tokens: _builtins.int
+    """Maximum number of new tokens per turn, at least 1."""
+    def __init__(
+        self,
+        *,
+        temperature: _builtins.float | None = ...,
+        top_p: _builtins.float | None = ...,
+        top_k: _builtins.int | None = ...,
+        max_tokens: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_p", b"_top_p", "max_tokens", b"max_tokens", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_tokens: _TypeAlias = _typing.Literal["max_tokens"]  # noqa: Y015
+    _WhichOneofArgType__max_tokens: _TypeAlias = _typing.Literal["_max_tokens", b"_max_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__temperature: _TypeAlias = _typing.Literal["temperature"]  # noqa: Y015
+    _WhichOneofArgType__temperature: _TypeAlias = _typing.Literal["_temperature", b"_temperature"]  # noqa: Y015
+    _WhichOneofReturnType__top_k: _TypeAlias = _typing.Literal["top_k"]  # noqa: Y015
+    _WhichOneofArgType__top_k: _TypeAlias = _typing.Literal["_top_k", b"_top_k"]  # noqa: Y015
+    _WhichOneofReturnType__top_p: _TypeAlias = _typing.Literal["top_p"]  # noqa: Y015
+    _WhichOneofArgType__top_p: _TypeAlias = _typing.Literal["_top_p", b"_top_p"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_tokens) -> _WhichOneofReturnType__max_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__temperature) -> _WhichOneofReturnType__temperature | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_k) -> _WhichOneofReturnType__top_k | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top_p) -> _WhichOneofReturnType__top_p | None: ...
+
+Global___SamplingOverrides: _TypeAlias = SamplingOverrides  # noqa: Y015
+
+@_typing.final
+class Variant(_message.Message):
+    """What distinguishes an episode within its group. All of it is public: the ledger, workers and agents have it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    NAME_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
+    PREFIX_EXTRA_FIELD_NUMBER: _builtins.int
+    HINT_FIELD_NUMBER: _builtins.int
+    HINT_EXTRA_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    AGENT_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Name, unique in its plan: 1 to 64 characters of A-Z a-z 0-9 _ . -. Samples of the episode have it (SampleSummary.variant)."""
+    count: _builtins.int
+    """Number of episodes of the group that have it, 1 to 16384."""
+    prefix: _builtins.str
+    """Text that the first answer of the model begins with; the model continues it. At most 16384 characters. Empty: none."""
+    prefix_extra: _builtins.str
+    """Private extra of the task that is used as `prefix`; empty: none. `rollout.private_extras` MUST permit it to the agent of the episode."""
+    hint: _builtins.str
+    """Text at the end of the last user message of the prompt, after an empty line. At most 16384 characters. Empty: none."""
+    hint_extra: _builtins.str
+    """Private extra of the task that is used as `hint`; empty: none. Permitted as `prefix_extra`."""
+    role: _builtins.str
+    """Role of the samples to which the agent gives none; empty: none."""
+    agent: _builtins.str
+    """Name of the agent, in the table `rollout.agents`. Empty: the agent of the task."""
+    seed: _builtins.int
+    """Key of the random draws. Episodes of one group whose variants have the same key, and that have the same number within their variant,
+    draw the same random numbers. Absent: each episode draws others.
+    """
+    @_builtins.property
+    def sampling(self) -> Global___SamplingOverrides:
+        """Sampling. Absent: as the worker is configured."""
+
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Options in place of those with which the agent is configured, by name, each as JSON."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        count: _builtins.int = ...,
+        sampling: Global___SamplingOverrides | None = ...,
+        prefix: _builtins.str = ...,
+        prefix_extra: _builtins.str = ...,
+        hint: _builtins.str = ...,
+        hint_extra: _builtins.str = ...,
+        role: _builtins.str = ...,
+        agent: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        seed: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "agent", b"agent", "count", b"count", "hint", b"hint", "hint_extra", b"hint_extra", "name", b"name", "options", b"options", "prefix", b"prefix", "prefix_extra", b"prefix_extra", "role", b"role", "sampling", b"sampling", "seed", b"seed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
+
+Global___Variant: _TypeAlias = Variant  # noqa: Y015
+
+@_typing.final
 class Episode(_message.Message):
     """One run of an agent on a task: the payload in the sample stream."""
 
@@ -893,10 +1032,13 @@ class Episode(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     CHAINS_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     purpose: Global___Purpose.ValueType
     """Purpose, as in its lease."""
     traceparent: _builtins.str
     """W3C traceparent of the episode's root span; empty if not traced. A trainer MAY link its spans to it."""
+    variant: _builtins.str
+    """Name of its variant, as in its lease; empty without one."""
     @_builtins.property
     def key(self) -> Global___EpisodeKey:
         """Identity of the episode and of this attempt."""
@@ -937,10 +1079,11 @@ class Episode(_message.Message):
         traceparent: _builtins.str = ...,
         endpoints: _abc.Iterable[Global___EndpointUse] | None = ...,
         chains: Global___ClientChains | None = ...,
+        variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "key", b"key"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "endpoints", b"endpoints", "key", b"key", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chains", b"chains", "endpoints", b"endpoints", "key", b"key", "purpose", b"purpose", "samples", b"samples", "sampling_params", b"sampling_params", "segments", b"segments", "stage_s", b"stage_s", "traceparent", b"traceparent", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1268,6 +1411,7 @@ class SampleSummary(_message.Message):
     TURNS_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     GREEDY_FIELD_NUMBER: _builtins.int
+    VARIANT_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """Role in a game or team; empty for a lone agent."""
     finish: Global___FinishReason.ValueType
@@ -1278,6 +1422,8 @@ class SampleSummary(_message.Message):
     """
     greedy: _builtins.bool
     """True if the policy sampled tokens of it, all at temperature 0. A baseline may be the reward of such a member."""
+    variant: _builtins.str
+    """Name of the variant of its episode, as in the lease; empty without one."""
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnSummary]:
         """Its turns in their order, with increasing `segment`, at most 512. Later turns are absent."""
@@ -1290,10 +1436,11 @@ class SampleSummary(_message.Message):
         turns: _abc.Iterable[Global___TurnSummary] | None = ...,
         text: _builtins.str = ...,
         greedy: _builtins.bool = ...,
+        variant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "greedy", b"greedy", "role", b"role", "text", b"text", "turns", b"turns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "greedy", b"greedy", "role", b"role", "text", b"text", "turns", b"turns", "variant", b"variant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1399,10 +1546,13 @@ class GroupContext(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     LABELS_FIELD_NUMBER: _builtins.int
+    PROPENSITY_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Id of the group."""
     task: _builtins.str
     """Id of the task of all members."""
+    propensity: _builtins.float
+    """Probability with which the selector drew the group, above 0 and at most 1; 0 if the selector did not state it."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemberOutcome]:
         """Every scored member, trained or not."""
@@ -1418,10 +1568,11 @@ class GroupContext(_message.Message):
         task: _builtins.str = ...,
         members: _abc.Iterable[Global___MemberOutcome] | None = ...,
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        propensity: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "labels", b"labels", "members", b"members", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "labels", b"labels", "members", b"members", "propensity", b"propensity", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from msgspec.structs import replace
+
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core, Decision
@@ -20,6 +22,7 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
 )
 from rollmesh.services.coordinator.ledger import StoredRecord
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.domain.versions import PolicyVersion
 from tests.sim.world import endless_spec
 
@@ -64,12 +67,20 @@ class CoreRun:
                 draws = range(effect.first_draw, effect.first_draw + effect.num)
                 tasks = tuple((draw, Task(task_id=f"t{draw}", split=effect.split)) for draw in draws)
                 answer = i.TasksDrawn(
-                    purpose=effect.purpose, tasks=tasks, step=effect.step, incarnation=effect.incarnation
+                    purpose=effect.purpose,
+                    tasks=tasks,
+                    step=effect.step,
+                    incarnation=effect.incarnation,
+                    plans={draw: plan for draw in draws if (plan := self.plan(draw)) is not None},
                 )
                 replies |= self.take(self.core.handle(answer, self.now))
             elif isinstance(effect, FinalizeGroup):
                 replies |= self.take(self.core.handle(self.decide(effect.group), self.now))
         return replies
+
+    def plan(self, draw: int) -> Plan | None:
+        """Return the plan of the selector for a draw."""
+        return None
 
     def decide(self, group: str) -> i.GroupDecided:
         """Return the decision on a group."""
@@ -108,7 +119,7 @@ class CoreRun:
                 num_tokens=8,
                 num_sampled_tokens=4,
                 rewards=(Reward(name="correct", value=self.reward(lease.episode), segment=-1, scorer="exact@1"),),
-                summary=summary,
+                summary=replace(summary, variant=lease.variant.name if lease.variant is not None else ""),
             )
             reports.append(
                 i.EpisodeReport(

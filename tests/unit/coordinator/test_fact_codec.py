@@ -19,6 +19,7 @@ from rollmesh.services.coordinator.core.state import State
 from rollmesh.shared.config.settings import plain
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
+from rollmesh.shared.domain.plans import SamplingOverrides, Variant
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import events_pb2, run_pb2, types_pb2
@@ -61,9 +62,26 @@ def strategy(hint: Any, name: str = "") -> st.SearchStrategy[Any]:
     if hint is records.ForeignSource:  # a share of 1 is valid for every size of a batch
         ages = st.one_of(st.integers(0, 10**6), st.just(records.UNLIMITED))
         return st.builds(hint, source=strategy(records.SubmittedSource), max_age=ages, share=st.just(1.0))
+    if hint is Variant:
+        return variants("v")
     if issubclass(hint, (records.Record, PolicyVersion)):
         return st.builds(hint, **{n: strategy(h, n) for n, h in typing.get_type_hints(hint).items()})
     return st.sampled_from(list(hint))
+
+
+def variants(name: str) -> st.SearchStrategy[Variant]:
+    json = st.none() | st.booleans() | st.integers(-9, 9) | st.lists(st.text("ab", max_size=3), max_size=2)
+    return st.builds(
+        Variant,
+        name=st.just(name),
+        sampling=st.builds(
+            SamplingOverrides, temperature=st.none() | st.floats(0, 10), top_k=st.none() | st.integers(0, 9)
+        ),
+        prefix=st.text("ab\n", max_size=3),
+        hint_extra=st.sampled_from(["", "solution"]),
+        options=st.dictionaries(st.text("ab", min_size=1, max_size=3), json, max_size=2),
+        seed=st.none() | st.integers(0, 2**63 - 1),
+    )
 
 
 def run_specs() -> st.SearchStrategy[records.RunSpec]:
@@ -77,6 +95,7 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
             fields[field.name] = st.floats(node.ge, node.le)
     fields |= {name: st.integers(1, 50) for name in ("batch_groups", "group_size", "max_staleness")}
     fields |= {"batch_groups": st.integers(2, 50), "replay": st.none() | replay_specs()}
+    fields |= {"variants": st.just(())}
     fields |= {"publish_every": st.just(1), "success_target": st.just(0.0)}
     fields["eval_tasks"] = st.integers(1, 1000)
     one_source = st.lists(strategy(records.ForeignSource), max_size=1).map(tuple)
@@ -90,7 +109,12 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
         "replay": st.none(),
         "foreign": st.just(()),
     }
-    return st.one_of(*(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))
+    planned = st.tuples(st.builds(records.RunSpec, **trains), variants("v")).map(
+        lambda both: msgspec.structs.replace(
+            both[0], variants=(msgspec.structs.replace(both[1], count=both[0].group_size),)
+        )
+    )
+    return st.one_of(planned, *(st.builds(records.RunSpec, **each) for each in (trains, succeeds, exports)))
 
 
 def replay_specs() -> st.SearchStrategy[records.ReplaySpec]:

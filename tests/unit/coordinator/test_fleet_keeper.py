@@ -149,3 +149,10 @@ async def test_a_node_that_reports_no_protocol_is_accepted() -> None:
     await keeper.step()
     (listed,) = keeper.nodes(None)
     assert (listed.state, listed.protocol.major, listed.protocol.minor) == (pb.NODE_STATE_READY, 1, 0)
+    assert not keeper.reads_variants("rollout-a")
+
+
+async def test_a_worker_of_the_present_protocol_reads_variants() -> None:
+    keeper = keeper_with(ManualClock())
+    keeper.join(worker(minor=0))
+    assert keeper.reads_variants("rollout-a")

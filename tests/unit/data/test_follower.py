@@ -53,7 +53,9 @@ async def write_history(bus: MemoryBus, draws: DataEngine, num_groups: int, firs
     """Write groups that the engine draws, every second one solved. Return the last sequence of the ledger."""
     position = await write(bus, created())
     for draw in range(first, first + num_groups):
-        ((_, task),) = await draws.next_tasks(run="r", policy="main", first_draw=draw, num=1, ledger_position=position)
+        ((_, task, _),) = await draws.next_tasks(
+            run="r", policy="main", first_draw=draw, num=1, ledger_position=position
+        )
         await write(bus, reserved(draw, task.task_id))
         position = await write(bus, finalized(draw, float(draw % 2), 0.5))
     return position
@@ -61,7 +63,7 @@ async def write_history(bus: MemoryBus, draws: DataEngine, num_groups: int, firs
 
 async def ids(draws: DataEngine, first: int, num: int, position: int = 0) -> list[str]:
     tasks = await draws.next_tasks(run="r", policy="main", first_draw=first, num=num, ledger_position=position)
-    return [task.task_id for _, task in tasks]
+    return [task.task_id for _, task, _ in tasks]
 
 
 async def test_a_restarted_service_draws_as_the_one_before(bus: MemoryBus) -> None:

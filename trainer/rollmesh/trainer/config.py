@@ -232,6 +232,10 @@ class UpdateConfig(Settings):
     sample; `constant` divides by samples x `normalization_tokens`."""
     normalization_tokens: PositiveInt = 1024
     """The constant of the normalization `constant`, in tokens. Choose the longest possible response of a sample."""
+    group_weight: Literal["samples", "equal"] = "samples"
+    """How much groups of different size count. `samples`: every sample has the weight that `normalization` gives it, so
+    a group of 16 counts four times as much as one of 4. `equal`: the samples of an update are weighted so that every
+    group has the same sum of sample weights, whatever its size."""
     optimizer: Annotated[OptimizerConfig, LIVE] = OptimizerConfig()
     """AdamW and its schedule."""
     packing: Annotated[PackingConfig, LIVE] = PackingConfig()

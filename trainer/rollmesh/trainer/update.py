@@ -54,7 +54,7 @@ from rollmesh.trainer.feature_pass import computed_features, current_features, g
 from rollmesh.trainer.features import FeatureRequest
 from rollmesh.trainer.forward import ForwardMode, ForwardPlan
 from rollmesh.trainer.lora import Adapters
-from rollmesh.trainer.losses import LossInputs, TokenStats, token_weights
+from rollmesh.trainer.losses import LossInputs, TokenStats, equal_groups, token_weights
 from rollmesh.trainer.metrics import length_metrics, reward_metrics, source_metrics
 from rollmesh.trainer.model_config import choose_attention, context_length, hidden_size, vocab_size
 from rollmesh.trainer.model_files import write_weights
@@ -368,7 +368,8 @@ class BatchTrainer:
                 batch = replace(batch, repeat=batch.repeat + 1)
                 estimate = self._estimate(batch)
             chosen = [n for n in step.samples if n not in estimate.dropped]
-            part = _weighted(table, estimate, step).select(chosen, _all_of(step.tokens, estimate.token_mask, usable))
+            weighted = _weighted(table, estimate, step, self._group_factors(batch, estimate))
+            part = weighted.select(chosen, _all_of(step.tokens, estimate.token_mask, usable))
             if not len(part.lengths):
                 continue
             set_lr(self.optimizer, lr * step.lr_factor)
@@ -392,6 +393,13 @@ class BatchTrainer:
                     return
                 step = checked_step(step, *sizes)
             yield step
+
+    def _group_factors(self, batch: UpdateBatch, estimate: Estimate) -> NDArray[np.float64] | None:
+        """Return the factors [S] of `learner.group_weight`. Dropped samples do not count; None without factors."""
+        if self.config.group_weight != "equal":
+            return None
+        used = np.array([number not in estimate.dropped for number in range(len(batch.samples))])
+        return equal_groups(batch.first(batch["group"]), used)
 
     def _estimate(self, batch: UpdateBatch) -> Estimate:
         """Compute the features under the current weights, and the advantages, into the batch. Return a well-formed
@@ -604,13 +612,15 @@ def _checked_measures(measures: Mapping[str, Mapping[str, float]], batch: Update
     }
 
 
-def _weighted(table: TokenTable, estimate: Estimate, step: OptimizerStep) -> TokenTable:
-    """Return the table with the sample weights multiplied by those of the estimate, and the advantages by the factors
-    of the step."""
-    if estimate.sample_weights is not None:
-        factors = estimate.sample_weights.tolist()
-        weights = tuple(w * f for w, f in zip(table.sample_weights, factors, strict=True))
-        table = replace(table, sample_weights=weights)
+def _weighted(
+    table: TokenTable, estimate: Estimate, step: OptimizerStep, of_groups: NDArray[np.float64] | None
+) -> TokenTable:
+    """Return the table with the sample weights multiplied by those of the estimate and `of_groups` [S], and the
+    advantages by the factors of the step."""
+    for factors in (estimate.sample_weights, of_groups):
+        if factors is not None:
+            weights = tuple(w * f for w, f in zip(table.sample_weights, factors.tolist(), strict=True))
+            table = replace(table, sample_weights=weights)
     if step.advantage_factors is not None:
         advantages = (table.columns["advantages"] * step.advantage_factors).astype(np.float32)
         table = replace(table, columns=table.columns | {"advantages": advantages})

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rollmesh.app.checks.model_checks import check_made_model, check_model, check_reference, model_folder
 from rollmesh.app.checks.profile_checks import check_profiles
 from rollmesh.app.checks.task_survey import TaskSurvey, survey_tasks
+from rollmesh.app.checks.variant_checks import variant_mistakes
 from rollmesh.app.config import TrainConfig, read_train_config
 from rollmesh.app.loggers.run_loggers import LOGGERS, check_installed
 from rollmesh.mesh.config import MeshConfig
@@ -24,6 +25,7 @@ from rollmesh.mesh.mesh_services import blocking_endpoints, reward_config
 from rollmesh.mesh.security import open_tls, read_token
 from rollmesh.services.coordinator.core.rollouts import REWARDS_BYTES_MAX, reward_bytes
 from rollmesh.services.data.config import build_pools, build_selector
+from rollmesh.services.data.selector import SELECTORS
 from rollmesh.services.data.source import SUBMITTED
 from rollmesh.services.data.task import PoolTask, Split, TaskPool
 from rollmesh.services.inference.config import InferenceConfig
@@ -218,7 +220,8 @@ def _unused_names(config: TrainConfig, tasks: TaskSurvey) -> Iterator[str]:
     the reward that it reads."""
     rollout, success = config.rollout, config.run.success_reward
     for name in () if config.run.submitted_tasks else rollout.agents:
-        if name not in tasks.by_agent and name != rollout.agent.name:
+        named = name in tasks.by_agent or any(variant.agent == name for variant in config.run.variants)
+        if not named and name != rollout.agent.name and config.data.selector.name in SELECTORS.names:
             yield f"rollout.agents.{name}: no task names this agent, and rollout.agent is another"
     task = next(
         (
@@ -300,6 +303,7 @@ class _Check:
             if not config.bus.url:
                 find_binary()
         self._agents(tasks)
+        self.mistakes += variant_mistakes(config, base_dir, tasks)
         with self._collected("sandbox.engine"):
             ENGINES.options(config.sandbox.engine, base_dir)
         with self._collected("sandbox.languages"):

@@ -48,6 +48,7 @@ SCHEMA = pa.schema(
         "submitted_key": pa.string(),
         "provenance": pa.struct({"mesh": pa.string(), "run": pa.string(), "step": pa.int64()}),
         "role": pa.string(),
+        "variant": pa.string(),
         "attempt": pa.int32(),
         "node_id": pa.string(),
         # Task
@@ -68,6 +69,7 @@ SCHEMA = pa.schema(
         "learner": pa.string(),
         "applied": pa.bool_(),
         "update_intended": pa.int64(),
+        "propensity": pa.float64(),
         "staleness": pa.int64(),
         "steps": _rows_of(step=pa.int64(), incarnation=pa.int32(), num_tokens=pa.int64()),
         "external": _rows_of(source=pa.string(), num_tokens=pa.int64()),
@@ -134,6 +136,7 @@ def row(sample: SampleLineage, line: SampleLine | None) -> dict[str, Any]:
         "submitted_key": group.submitted_key or None,
         "provenance": None if sample.provenance is None else msgspec.structs.asdict(sample.provenance),
         "role": line.role if line is not None else meta.summary.role,
+        "variant": line.variant if line is not None else meta.summary.variant,
         "attempt": sample.attempt,
         "node_id": sample.node_id,
         "task_id": task.task_id,
@@ -151,6 +154,7 @@ def row(sample: SampleLineage, line: SampleLine | None) -> dict[str, Any]:
         "learner": update.learner if update is not None else None,
         "applied": update.applied if update is not None else None,
         "update_intended": group.update_intended or None,
+        "propensity": group.propensity or None,
         "staleness": sample.staleness,
         "steps": [
             {"step": span.step, "incarnation": span.incarnation, "num_tokens": span.num_tokens} for span in meta.steps
@@ -190,6 +194,7 @@ def sample_line(row: Mapping[str, Any]) -> SampleLine:
         agent=row["agent"],
         scorers=list(row["scorers"]),
         role=row["role"],
+        variant=row.get("variant") or "",
         policy=row["policy"],
         trainable=row["trainable"],
         weight=row["weight"],

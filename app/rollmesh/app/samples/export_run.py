@@ -258,6 +258,7 @@ def prepare(
         export_split=options.split,
         submitted_tasks=False,
         group_size=options.per_task,
+        variants=(),
         eval_every=0,
     )
     config = msgspec.structs.replace(config, run=run)

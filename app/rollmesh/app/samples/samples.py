@@ -151,6 +151,8 @@ class SampleLine(Line, frozen=True, kw_only=True, omit_defaults=True):
     scorers: list[str] = []
     """Names of the rewards that score the task. Empty: all."""
     role: str = ""
+    variant: str = ""
+    """Name of the variant of its episode in a group with a plan."""
     policy: str = "main"
     trainable: bool = True
     weight: float = 1.0
@@ -218,6 +220,7 @@ def summary_of_line(line: SampleLine, *, text_chars: int = 0) -> SampleSummary:
     episode = types_pb2.Episode(
         segments=[_wire_segment(segment) for segment in line.segments],
         sampling_params=[types_pb2.SamplingParams(temperature=one.temperature) for one in line.sampling],
+        variant=line.variant,
     )
     finish = FinishReason[line.finish.upper()] if line.finish else FinishReason.UNFINISHED
     sample = types_pb2.Sample(leaf=len(line.segments) - 1, role=line.role, finish=wire(finish))
@@ -251,6 +254,7 @@ def _line(episode: Episode, sample: Sample, task: types_pb2.Task) -> SampleLine:
         agent=task.agent,
         scorers=list(task.scorers),
         role=sample.role,
+        variant=episode.variant,
         policy=sample.policy,
         trainable=sample.trainable,
         finish=sample.finish.name.lower() if sample.finish is not FinishReason.UNFINISHED else "",

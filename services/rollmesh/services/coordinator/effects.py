@@ -133,9 +133,8 @@ class Effects:
     async def _draw(self, effect: DrawTasks, position: int) -> None:
         """Request training tasks once. The core repeats the request after an empty result."""
         try:
-            drawn = tasks_drawn(
-                effect, await self._outside.next_tasks(next_tasks_request(self._spec, effect, position))
-            )
+            answer = await self._outside.next_tasks(next_tasks_request(self._spec, effect, position))
+            drawn = tasks_drawn(self._spec, effect, answer)
         except MeshError as error:
             await self._pause(self._draws_failed)
             self._draws_failed += 1
@@ -158,7 +157,8 @@ class Effects:
                 effect, first_draw=effect.first_draw + len(tasks), num=min(PAGE_TASKS, effect.num - len(tasks))
             )
             try:
-                drawn = tasks_drawn(page, await self._outside.next_tasks(next_tasks_request(self._spec, page, 0))).tasks
+                answer = await self._outside.next_tasks(next_tasks_request(self._spec, page, 0))
+                drawn = tasks_drawn(self._spec, page, answer).tasks
                 error = "the split has no tasks"
             except OutOfRange as err:
                 drawn, error = (), str(err)

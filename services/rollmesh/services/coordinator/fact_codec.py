@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core.records import Request
 from rollmesh.shared.config.settings import SettingError
+from rollmesh.shared.domain.extras import ExtraError, decode_extras, encode_extras
 from rollmesh.shared.domain.formats import check_format, newer_format
 from rollmesh.shared.domain.ledger_facts import fact_of
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
@@ -105,22 +106,29 @@ def _field(name: str, hint: Any) -> _Field:
     if origin is tuple:
         return _tuple(name, args[0])
     if origin is dict:
-        return _dict(name)
+        return _json_dict(name) if args[1] is Any else _dict(name)
     if origin is typing.Literal:
         return _Field(name, lambda m, v: setattr(m, name, v), lambda m: getattr(m, name))
-    if origin in (types.UnionType, typing.Union) and int in args:
+    if origin in (types.UnionType, typing.Union) and int in args and types.NoneType not in args:
         return _number_or_word(name)
     if origin in (types.UnionType, typing.Union):
         return _optional(name, next(arg for arg in args if arg is not types.NoneType))
     if issubclass(hint, IntEnum):
         return _enum(name, hint)
-    return _Field(name, lambda m, v: _put_message(m, name, v), lambda m: decode(hint, getattr(m, name)))
+    return _Field(name, lambda m, v: _put_message(m, name, v), lambda m: _get_message(m, name, hint))
 
 
 def _put_message(message: Message, name: str, value: object) -> None:
     below = getattr(message, name)
     below.SetInParent()
     encode_into(value, below)
+
+
+def _get_message(message: Message, name: str, type_: Any) -> Any:
+    try:
+        return decode(type_, getattr(message, name))
+    except SettingError as error:
+        raise SettingError(f"{name}.{error.field}", error.what) from error
 
 
 def _tuple(name: str, item: Any) -> _Field:
@@ -158,16 +166,36 @@ def _dict(name: str) -> _Field:
     return _Field(name, lambda m, v: getattr(m, name).update(v), lambda m: dict(getattr(m, name)))
 
 
+def _json_dict(name: str) -> _Field:
+    """JSON values by name, each of which the message has as text."""
+
+    def get(message: Message) -> dict[str, object]:
+        try:
+            return decode_extras(getattr(message, name))
+        except ExtraError as error:
+            raise SettingError(f"{name}.{error.name}", error.what) from None
+
+    return _Field(name, lambda m, v: getattr(m, name).update(encode_extras(v)), get)
+
+
+def _optional_scalar(name: str) -> _Field:
+    def put(message: Message, value: object) -> None:
+        if value is not None:
+            setattr(message, name, value)
+
+    return _Field(name, put, lambda m: getattr(m, name) if m.HasField(name) else None)
+
+
 def _optional(name: str, type_: Any) -> _Field:
+    if type_ in _SCALARS:
+        return _optional_scalar(name)
+
     def put(message: Message, value: object) -> None:
         if value is not None:
             _put_message(message, name, value)
 
     def get(message: Message) -> Any:
-        try:
-            return decode(type_, getattr(message, name)) if message.HasField(name) else None
-        except SettingError as error:
-            raise SettingError(f"{name}.{error.field}", error.what) from error
+        return _get_message(message, name, type_) if message.HasField(name) else None
 
     return _Field(name, put, get)
 

@@ -49,6 +49,8 @@ from rollmesh.v1 import coordinator_pb2 as pb
 
 PLAN_S = 0.05
 """Longest time between two updates of the fleet, in seconds."""
+VARIANTS_SINCE = ProtocolVersion(major=1, minor=1)
+"""First protocol whose workers read the variant of a lease."""
 _log = logging.getLogger(__name__)
 
 
@@ -274,6 +276,11 @@ class FleetKeeper:
         if node.draining:
             raise NodeDraining(f"node {node_id} is draining: it gets no more work", node_id=node_id)
         return node.runs
+
+    def reads_variants(self, node_id: str) -> bool:
+        """Return whether a worker reads the variant of a lease, which protocol 1.0 does not have. Raises
+        UnknownNode."""
+        return self._node(node_id).protocol >= VARIANTS_SINCE
 
     def addresses(self, kind: NodeKind, run: str) -> list[str]:
         """Return the addresses of usable nodes of a kind for `run`."""

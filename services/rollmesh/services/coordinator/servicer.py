@@ -140,7 +140,11 @@ class CoordinatorServicer(coordinator_pb2_grpc.CoordinatorServiceServicer):
         asked_s = self._clock.monotonic_s()
         acquired = await driver.submit(
             lambda ticket: i.AcquireRollouts(
-                ticket=ticket, node_id=request.node_id, num_max=request.num_max, wait_s=wait_s
+                ticket=ticket,
+                node_id=request.node_id,
+                num_max=request.num_max,
+                wait_s=wait_s,
+                reads_variants=self._keeper.reads_variants(request.node_id),
             )
         )
         observe(ACQUIRE_SECONDS, self._clock.monotonic_s() - asked_s, driver.run)

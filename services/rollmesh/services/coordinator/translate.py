@@ -19,11 +19,13 @@ from rollmesh.services.coordinator.core.facts import (
     DroppedSample,
     GroupDecision,
     PayloadRef,
+    Purpose,
     SampleMeta,
     SampleRewards,
     Task,
     TrainedGroup,
 )
+from rollmesh.services.coordinator.core.group_plans import why_too_large
 from rollmesh.services.coordinator.core.records import RunSpec, TrainerRequest
 from rollmesh.services.coordinator.core.rollouts import num_extend_max
 from rollmesh.services.coordinator.core.state import EpisodeStatus, GroupPhase, State
@@ -31,6 +33,7 @@ from rollmesh.services.coordinator.fact_codec import decode, decode_request, enc
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.refusal import refuse_unknown
 from rollmesh.shared.config.settings import SettingError
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.domain.versions import PolicyVersion
 from rollmesh.shared.errors import (
     InvalidInput,
@@ -101,6 +104,8 @@ def episode_lease(run: str, lease: i.EpisodeLease) -> coordinator_pb2.EpisodeLea
     if lease.given_source:
         message.given.MergeFromString(lease.given)
         message.given_source = types_pb2.SegmentSource.Value(f"SEGMENT_SOURCE_{lease.given_source.upper()}")
+    if lease.variant is not None:
+        encode_into(lease.variant, message.variant)
     message.key.run = run
     message.key.task = lease.task.task_id
     message.key.group = lease.group
@@ -297,13 +302,31 @@ def next_tasks_request(spec: RunSpec, effect: DrawTasks, position: int) -> data_
     )
 
 
-def tasks_drawn(effect: DrawTasks, answer: data_pb2.NextTasksResponse) -> i.TasksDrawn:
+def tasks_drawn(spec: RunSpec, effect: DrawTasks, answer: data_pb2.NextTasksResponse) -> i.TasksDrawn:
+    """Return the tasks of a draw with their plans. Raises InvalidInput for a plan that does not fit the run."""
+    planned = [drawn for drawn in answer.tasks if drawn.HasField("plan") and effect.purpose is Purpose.TRAIN]
     return i.TasksDrawn(
         purpose=effect.purpose,
         tasks=tuple((drawn.draw, decode(Task, drawn.task)) for drawn in answer.tasks),
         step=effect.step,
         incarnation=effect.incarnation,
+        plans={drawn.draw: _plan(spec, drawn) for drawn in planned},
     )
+
+
+def _plan(spec: RunSpec, drawn: data_pb2.DrawnTask) -> Plan:
+    try:
+        plan = decode(Plan, drawn.plan)
+        why = why_too_large(spec, plan)
+    except SettingError as error:
+        why = str(error)
+    if why:
+        raise InvalidInput(
+            f"the selector's plan for draw {drawn.draw}, task {drawn.task.task_id}, does not fit the run: {why}; "
+            "correct the selector or its options",
+            draw=drawn.draw,
+        )
+    return plan
 
 
 def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.FinalizeGroupRequest | None:
@@ -315,7 +338,7 @@ def finalize_request(state: State, effect: FinalizeGroup) -> reward_pb2.Finalize
         run=state.the_spec.run,
         num_unscored=sum(e.status is EpisodeStatus.ENDED for e in group.episodes.values()),
         deadline_passed=effect.deadline_passed,
-        num_extend_max=num_extend_max(state, group),
+        num_extend_max=num_extend_max(group),
     )
     encode_into(group.task, request.task)
     encode_into(group_members(group), request.group)

@@ -502,6 +502,7 @@ def _check_trained(sample: types_pb2.SampleMeta, at: str) -> None:
 def _check_summary(sample: types_pb2.SampleMeta, field: str) -> None:
     summary = sample.summary
     check_text(f"{field}.role", summary.role, ID_CHARS_MAX)
+    check_text(f"{field}.variant", summary.variant, ID_CHARS_MAX)
     if found := summaries.why_invalid_summary(summary):
         name, must, got = found
         raise field_error(f"{field}.{name}", must, got)

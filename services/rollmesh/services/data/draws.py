@@ -20,8 +20,10 @@ from google.protobuf.message import Message
 from rollmesh.services.data.selector import GroupResult, Selector, SourceShare
 from rollmesh.services.data.task import TaskPool
 from rollmesh.shared.codec.trajectory import decode_trained_group
+from rollmesh.shared.config.settings import SettingError
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
-from rollmesh.shared.errors import CorruptSnapshot, OutOfRange
+from rollmesh.shared.errors import CorruptSnapshot, InvalidInput, OutOfRange
 from rollmesh.v1 import events_pb2, reward_pb2, types_pb2
 
 DRAWS_REMEMBERED_MAX = 8192
@@ -65,6 +67,8 @@ class _PolicyDraws:
     """Position by draw, from the ledger."""
     issued: dict[int, int] = field(default_factory=dict)
     """Position by draw, returned to the coordinator but not in the ledger."""
+    plans: dict[int, Plan] = field(default_factory=dict)
+    """Plan by draw, of issued draws."""
 
 
 class RunDraws:
@@ -103,7 +107,7 @@ class RunDraws:
 
     def positions(self, policy: str, first_draw: int, num: int) -> list[int]:
         """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the
-        end."""
+        end, and InvalidInput for a plan that no run could have."""
         stop = first_draw + num
         if self._num_draws_max:
             stop = min(stop, self._num_draws_max)
@@ -115,6 +119,12 @@ class RunDraws:
             )
         draws = self._draws(policy)
         return [self._position(policy, draws, index) for index in range(first_draw, stop)]
+
+    def plans(self, policy: str, first_draw: int, num: int) -> list[Plan]:
+        """Return the plans of draws whose positions have been returned. That of a draw in the ledger is the default,
+        because its group has been reserved already."""
+        known = self._draws(policy).plans
+        return [known.get(index, Plan()) for index in range(first_draw, first_draw + num)]
 
     def apply(self, facts: Iterable[Message]) -> None:
         """Fold the facts of one record. Facts about unknown groups and tasks are ignored."""
@@ -209,13 +219,17 @@ class RunDraws:
             draws.issued.values()
         )
         position = draws.selector.draw(index, in_flight)
+        draws.plans[index] = _plan(draws.selector, index, position, in_flight)
         _remember(draws.issued, index, position)
+        for old in draws.plans.keys() - draws.issued.keys():
+            del draws.plans[old]
         return position
 
     def _drawn(self, fact: events_pb2.GroupReserved, policy: str) -> None:
         draws = self._draws(policy)
         for index in [i for i in draws.issued if i == fact.draw or i < fact.draw - DRAWS_OUTSTANDING_MAX]:
             del draws.issued[index]
+            draws.plans.pop(index, None)
         position = self._pool.position(fact.task.task_id)
         if position is None:
             return
@@ -251,6 +265,17 @@ class RunDraws:
         self._draws(group.policy).selector.observe_trained(
             GroupResult(position=group.position, successes=group.successes, failures=group.failures, trained=trained)
         )
+
+
+def _plan(selector: Selector, index: int, position: int, in_flight: set[int]) -> Plan:
+    what = f"the plan of the selector {type(selector).__name__} for draw {index}"
+    try:
+        plan = selector.plan(index, position, in_flight)
+    except SettingError as error:
+        raise InvalidInput(f"{what}: {error}; correct the selector") from error
+    if not isinstance(plan, Plan):
+        raise InvalidInput(f"{what} must be a Plan, got a {type(plan).__name__}; correct the selector")
+    return plan
 
 
 def _remember(draws: dict[int, int], index: int, position: int) -> None:

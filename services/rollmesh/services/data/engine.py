@@ -17,6 +17,7 @@ from rollmesh.services.data.task import PoolTask, Split, StoredPool, TaskPool, r
 from rollmesh.shared.bus.archive_bus import open_ledger
 from rollmesh.shared.bus.bus import Bus, UnknownStream
 from rollmesh.shared.clock import Clock
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.errors import OutOfRange, ResourceExhausted, UnknownRun, UnknownSplit, UnknownTask
 from rollmesh.shared.shared_tasks import SharedTasks
 
@@ -26,6 +27,8 @@ READ_CHARS_MAX = 4 * 1024 * 1024
 """Characters of prompts after which no more tasks are read from files, because a response has no room for more."""
 DrawnTasks = list[tuple[int, PoolTask]]
 """Draw index and task, in the order of draws."""
+PlannedTasks = list[tuple[int, PoolTask, Plan]]
+"""Draw index, task and plan, in the order of draws."""
 
 
 class DataEngine:
@@ -63,9 +66,10 @@ class DataEngine:
 
     async def next_tasks(
         self, *, run: str, policy: str, first_draw: int, num: int, ledger_position: int = 0
-    ) -> DrawnTasks:
+    ) -> PlannedTasks:
         """Return training tasks of draws [first_draw, first_draw + num), fewer if their prompts exceed
-        `READ_CHARS_MAX`. Raise UnknownRun, CatchingUp, OutOfRange."""
+        `READ_CHARS_MAX`, with their plans. Raise UnknownRun, CatchingUp, OutOfRange, InvalidInput for a plan that no
+        run could have."""
         pool = self._pools[Split.TRAIN]
         if not len(pool):
             raise OutOfRange(
@@ -73,10 +77,10 @@ class DataEngine:
                 "`submitted_tasks: true`, and submit tasks (SubmitTasks)"
             )
         follower = await self._follower(run)
-        positions = await follower.positions(
-            policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position
-        )
-        return list(enumerate(await _read(pool, positions), start=first_draw))
+        drawn = await follower.draws(policy=policy, first_draw=first_draw, num=num, ledger_position=ledger_position)
+        tasks = await _read(pool, [position for position, _ in drawn])
+        plans = [plan for _, plan in drawn]
+        return [(first_draw + n, task, plans[n]) for n, task in enumerate(tasks)]
 
     async def tasks_in_order(self, *, split: str, first_draw: int, num: int) -> DrawnTasks:
         """Return tasks [first_draw, first_draw + num) of a split, fewer at its end, or if their prompts exceed

@@ -23,6 +23,7 @@ from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog, StreamRecord, UnknownRecord
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.domain.ledger_facts import facts_of, read_record
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.errors import CatchingUp, CorruptSnapshot
 from rollmesh.v1 import events_pb2
 
@@ -120,11 +121,12 @@ class RunFollower:
             if not task.cancelled():
                 task.exception()  # every caller has got it; reading marks it as retrieved
 
-    async def positions(self, *, policy: str, first_draw: int, num: int, ledger_position: int) -> list[int]:
-        """Return `RunDraws.positions` of a state that contains `ledger_position`. Raise CatchingUp after the
-        timeout."""
+    async def draws(self, *, policy: str, first_draw: int, num: int, ledger_position: int) -> list[tuple[int, Plan]]:
+        """Return positions and plans as `RunDraws` does, once the fold has reached `ledger_position`. Raise CatchingUp
+        after the timeout."""
         await self._caught_up(ledger_position)
-        return self._draws.positions(policy, first_draw, num)
+        positions = self._draws.positions(policy, first_draw, num)
+        return list(zip(positions, self._draws.plans(policy, first_draw, len(positions)), strict=True))
 
     async def snapshot(self) -> tuple[bytes, int]:
         """Return the state and its ledger sequence, which is at least the end of the ledger when the call began."""

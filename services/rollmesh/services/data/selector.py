@@ -1,4 +1,4 @@
-"""The selector port: chooses the task of the next draw.
+"""The selector port: chooses the task of the next draw, and plans its group.
 
 A selector is deterministic: the same configuration, the same results in the same order and the same draw index give the
 same task. It does not count its draws, because only the ledger records them. Selectors are found by name, or loaded
@@ -18,7 +18,10 @@ from typing import NamedTuple
 
 from rollmesh.shared.config.plugin import Plugin, required
 from rollmesh.shared.config.registry import Registry
+from rollmesh.shared.domain.plans import Plan, SamplingOverrides, Variant
 from rollmesh.shared.domain.trajectory import TrainedGroup
+
+__all__ = ["SELECTORS", "GroupResult", "Plan", "SamplingOverrides", "Selector", "SourceShare", "Variant"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,13 @@ class Selector(Plugin):
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
         """Return the pool position of draw `index` (0-based). `in_flight` are drawn positions without a result yet."""
         raise NotImplementedError
+
+    def plan(self, index: int, position: int, in_flight: AbstractSet[int]) -> Plan:
+        """Return the group of draw `index`, whose task is at `position`: its size, the variants of its episodes, and
+        the probability with which `draw` returned it. It is called once after `draw`, with the same arguments. The
+        default is the group that the run is configured with. A plan that does not fit the run is an error, and the
+        draw is repeated."""
+        return Plan()
 
     @required
     def observe(self, result: GroupResult) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from rollmesh.services.data.engine import DataEngine, DrawnTasks
+from rollmesh.services.data.engine import DataEngine, PlannedTasks
 from rollmesh.services.data.metrics import TASKS
 from rollmesh.services.data.task import PoolTask, Split
+from rollmesh.shared.codec.plans import encode_plan
 from rollmesh.shared.domain.extras import NAMES_MAX, encode_extras
+from rollmesh.shared.domain.plans import Plan
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import field_error
 from rollmesh.shared.telemetry.metrics import count
 from rollmesh.v1 import data_pb2, data_pb2_grpc, types_pb2
 
 NUM_TASKS_MAX = 1024
+DEFAULT_PLAN = Plan()
+"""The plan of a selector that does not plan, which a response does not have."""
 REPLY_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the tasks of a response, bytes. One larger task is returned alone."""
 
@@ -25,7 +29,7 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
     async def NextTasks(self, request: data_pb2.NextTasksRequest, context: object) -> data_pb2.NextTasksResponse:
         _check_range(request)
         if request.purpose == types_pb2.PURPOSE_TRAIN:
-            tasks = await self._engine.next_tasks(
+            drawn = await self._engine.next_tasks(
                 run=_run(request.run),
                 policy=request.policy or DEFAULT_POLICY,
                 first_draw=request.first_draw,
@@ -33,12 +37,13 @@ class DataServicer(data_pb2_grpc.DataServiceServicer):
                 ledger_position=request.ledger_position,
             )
         elif request.purpose in (types_pb2.PURPOSE_EVAL, types_pb2.PURPOSE_EXPORT):
-            tasks = await self._engine.tasks_in_order(
+            in_order = await self._engine.tasks_in_order(
                 split=request.split or Split.TEST, first_draw=request.first_draw, num=request.num
             )
+            drawn = [(draw, task, DEFAULT_PLAN) for draw, task in in_order]
         else:
             raise field_error("purpose", "be TRAIN, EVAL or EXPORT", request.purpose)
-        response = _encode(tasks)
+        response = _encode(drawn)
         purpose = types_pb2.Purpose.Name(request.purpose).removeprefix("PURPOSE_").lower()
         count(TASKS, purpose, amount=len(response.tasks))
         return response
@@ -84,12 +89,14 @@ def encode_task(task: PoolTask) -> types_pb2.Task:
     )
 
 
-def _encode(tasks: DrawnTasks) -> data_pb2.NextTasksResponse:
-    """Return the tasks, as many as fit."""
+def _encode(tasks: PlannedTasks) -> data_pb2.NextTasksResponse:
+    """Return the tasks with their plans, as many as fit."""
     response = data_pb2.NextTasksResponse()
     num_bytes = 0
-    for draw, task in tasks:
+    for draw, task, plan in tasks:
         drawn = data_pb2.DrawnTask(draw=draw, task=encode_task(task))
+        if plan != DEFAULT_PLAN:
+            drawn.plan.CopyFrom(encode_plan(plan))
         num_bytes += drawn.ByteSize()
         if response.tasks and num_bytes > REPLY_BYTES_MAX:
             break

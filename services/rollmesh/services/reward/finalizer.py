@@ -53,6 +53,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the deadline has passed, so that EXTEND has no effect."""
     num_extend_max: int = EXTEND_MAX
     """Number of further episodes that the group may get. More are reduced to it; if it is 0, EXTEND has no effect."""
+    propensity: float = 0.0
+    """Probability with which the selector drew the group; 0: it did not state it."""
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,7 +101,13 @@ def _context(group: Group, adjusted: Mapping[str, tuple[Reward, ...]]) -> GroupC
     """Return all scored members, as the estimator of the trainer gets them: a dropped one counts in the baseline."""
     members = _adjusted(group, adjusted)
     labels = short_labels(group.task.labels)
-    return GroupContext(group=group.group, task=group.task.task_id, members=members, labels=labels)
+    return GroupContext(
+        group=group.group,
+        task=group.task.task_id,
+        members=members,
+        labels=labels,
+        propensity=group.propensity,
+    )
 
 
 def _adjusted(group: Group, adjusted: Mapping[str, tuple[Reward, ...]]) -> tuple[MemberOutcome, ...]:

@@ -84,6 +84,7 @@ class RewardServicer(reward_pb2_grpc.RewardServiceServicer):
                 num_unscored=request.num_unscored,
                 deadline_passed=request.deadline_passed,
                 num_extend_max=request.num_extend_max if request.HasField("num_extend_max") else EXTEND_MAX,
+                propensity=group.propensity,
             )
         )
         filtered = len(verdict.dropped) == len(group.members) and verdict.decision is not FinalizerDecision.EXTEND

@@ -175,7 +175,7 @@ def agent_of(task: Task, agents: Mapping[str, Agent]) -> Agent:
     return agents[task.agent]
 
 
-def known_agents(names: Iterable[str]) -> str:
-    """Return the end of an error about an unknown agent: the names that exist, and what to do."""
+def known_agents(names: Iterable[str], place: str = "the task source") -> str:
+    """Return the end of an error about an unknown agent: the names that exist, and what to do. `place` has the name."""
     known = ", ".join(name for name in names if name) or "none"
-    return f"known: {known}; add it to rollout.agents, or correct the name in the task source"
+    return f"known: {known}; add it to rollout.agents, or correct the name in {place}"

@@ -38,6 +38,7 @@ from rollmesh.shared.clients.generated import ScoredTokens, Target, merged
 from rollmesh.shared.clients.given_tokens import Prompt, exactly, prompt_ids, sequence
 from rollmesh.shared.clock import Clock
 from rollmesh.shared.codec.checks import WORD_FORM, check_tool, is_word
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.domain.trajectory import (
     ROOT,
     SAMPLED_SOURCES,
@@ -155,6 +156,7 @@ class EnvironmentState:
     index: int = 0
     """Number of the episode in its group, from 0."""
     purpose: Purpose = Purpose.TRAIN
+    variant: Variant | None = None
     at: Hook = noop
     judge: Judge
     """Asks the reward service for rewards of the path to a segment."""
@@ -626,6 +628,12 @@ class Environment:
     def purpose(self) -> Purpose:
         """What the episode is for. An agent that gives a solution while training must not do so in an evaluation."""
         return self._state.purpose
+
+    @property
+    def variant(self) -> Variant | None:
+        """What distinguishes the episode within its group, such as its name and its options; None if the episodes of
+        the group are alike. The worker has applied it already. A retry has the same one."""
+        return self._state.variant
 
     def private_extra(self, name: str) -> Any:
         """Return a private extra of the task, such as its solution: a JSON value. The agent must declare it in

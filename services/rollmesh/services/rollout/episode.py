@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
@@ -42,11 +43,12 @@ from rollmesh.services.rollout.scoring import finish_of, score_item, scored
 from rollmesh.services.rollout.stages import Stage, Stages
 from rollmesh.services.rollout.tokenizer import Tokenizer
 from rollmesh.services.rollout.tools import ToolBox
+from rollmesh.services.rollout.variants import VariantAgents, VariantTexts, check_permission, texts_of, with_hint
 from rollmesh.shared.clock import Clock, time_limit
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.codec.trajectory import encode_episode, encode_key, encode_segment
 from rollmesh.shared.domain.environment_reward import EnvironmentReward
-from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Reward, Sample
+from rollmesh.shared.domain.trajectory import EndpointUse, Episode, Purpose, Reward, Role, Sample, Source
 from rollmesh.shared.endpoints.client import Endpoints
 from rollmesh.shared.endpoints.metering import summed
 from rollmesh.shared.errors import Cancelled, Code, DeadlineExceeded, EndpointFailed, InvalidInput
@@ -81,6 +83,8 @@ class EpisodeParts:
     """For agents that serve applications."""
     server: ModelServer | None = None
     """For agents that serve the model over HTTP."""
+    base_dir: str | Path | None = None
+    """Folder of the configuration, for agents with the options of a variant."""
     at: Hook = noop
 
 
@@ -89,6 +93,7 @@ class EpisodeRunner:
 
     def __init__(self, parts: EpisodeParts) -> None:
         self._parts = parts
+        self._variant_agents = VariantAgents(parts.config, parts.agents, parts.base_dir)
 
     async def run(self, message: coordinator_pb2.EpisodeLease) -> Report:
         """Run the episode and return its report. Raise only when cancelled."""
@@ -108,10 +113,11 @@ class EpisodeRunner:
             agent = self._agent(lease)
         with boundary("sandbox"):
             state = self._state(lease)
-        state.private = await self._private_extras(lease, agent)  # before INIT: a wait for it must not hold a slot
+        # Before INIT: a wait for them must not hold a slot.
+        state.private, texts = await self._private_extras(lease, agent)
         async with state.tools:
             async with stages.enter(Stage.INIT, state.stage_s), self._infra_limit("init", limits.init_s_max):
-                env = await self._init(lease, agent, state)
+                env = await self._init(agent, state, texts)
             async with stages.enter(Stage.RUN, state.stage_s):
                 await self._act(agent, state, env)
         if state.dropped:
@@ -133,6 +139,8 @@ class EpisodeRunner:
         sampling = config.sampling
         if lease.purpose is Purpose.EVAL and config.eval_sampling is not None:
             sampling = config.eval_sampling
+        if lease.variant is not None:
+            sampling = msgspec.structs.replace(sampling, **lease.variant.sampling.given())
         if self._is_baseline(lease):
             sampling = msgspec.structs.replace(sampling, temperature=0.0)
         state = EnvironmentState(
@@ -150,6 +158,7 @@ class EpisodeRunner:
             server=parts.server,
             index=lease.index,
             purpose=lease.purpose,
+            variant=lease.variant,
             at=parts.at,
             private=PrivateExtras(lease.task, (), {}),
             announce=partial(self._announce, lease) if parts.applications is not None else None,
@@ -158,9 +167,11 @@ class EpisodeRunner:
         return state
 
     def _agent(self, lease: Lease) -> Agent:
-        if lease.given is None or lease.given_source is None:
-            return agent_of(lease.task, self._parts.agents)
-        return GivenAgent(lease.given, lease.given_source)
+        if lease.given is not None and lease.given_source is not None:
+            return GivenAgent(lease.given, lease.given_source)
+        if lease.variant is not None:
+            return self._variant_agents.of(lease.task.agent, lease.variant)
+        return agent_of(lease.task, self._parts.agents)
 
     def _is_baseline(self, lease: Lease) -> bool:
         return (
@@ -170,14 +181,17 @@ class EpisodeRunner:
             and lease.index == 0
         )
 
-    async def _init(self, lease: Lease, agent: Agent, state: EnvironmentState) -> Environment:
+    async def _init(self, agent: Agent, state: EnvironmentState, texts: VariantTexts) -> Environment:
         env = Environment(state)
         if isinstance(agent, GivenAgent):  # the calls of its tools are over
             with boundary("task"):
                 agent.begin(state.task, env)
             return env
         with boundary("task"):
+            state.task = with_hint(state.task, texts.hint)
             env.context(state.task.messages)
+            if texts.prefix:
+                env.append(env.encode(texts.prefix), role=Role.ACTION, source=Source.HINT)
             if not env.tokens_left:
                 raise InvalidInput(
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
@@ -187,21 +201,29 @@ class EpisodeRunner:
             await state.tools.open()
         return env
 
-    async def _private_extras(self, lease: Lease, agent: Agent) -> PrivateExtras:
-        """Request what the agent declares. The data link limits its retries, so that its error names the cause."""
-        config, task = self._parts.config, lease.task_message
+    async def _private_extras(self, lease: Lease, agent: Agent) -> tuple[PrivateExtras, VariantTexts]:
+        """Request what the agent declares, and what the variant names. The data link limits its retries, so that its
+        error names the cause."""
+        config, task, variant = self._parts.config, lease.task_message, lease.variant
         with boundary("agent"):
             names = permitted_extras(lease.task.agent or config.agent.name, agent, config)
+            if variant is not None:
+                check_permission(config, lease.task.agent, variant)
         withheld: tuple[str, ...] = ()
         if lease.purpose is Purpose.EVAL:
             withheld = tuple(name for name in names if name not in agent.environment_extras)
-        wanted, values = tuple(name for name in names if name not in withheld), dict[str, object]()
+        own = tuple(name for name in names if name not in withheld)
+        of_variant = variant.extras if variant is not None else ()
+        wanted, values = tuple(dict.fromkeys((*own, *of_variant))), dict[str, object]()
         if wanted and not lease.submitted:  # another task of the data service may have the id of a submitted one
             with boundary("data"):
                 values |= await self._parts.data.private_extras(
                     run=lease.key.run, split=task.split, task_id=task.task_id, names=wanted
                 )
-        return PrivateExtras(lease.task, names, values, withheld)
+        with boundary("agent"):
+            texts = texts_of(variant, PrivateExtras(lease.task, of_variant, values)) if variant else VariantTexts()
+        of_agent = {name: value for name, value in values.items() if name in own}
+        return PrivateExtras(lease.task, names, of_agent, withheld), texts
 
     @asynccontextmanager
     async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:
@@ -304,6 +326,7 @@ class EpisodeRunner:
                 sample,
                 finish=finish_of(recorder.segments[sample.leaf], cut=bool(state.limit)),
                 trainable=sample.trainable and not self._is_baseline(lease),
+                role=sample.role or (lease.variant.role if lease.variant is not None else ""),
             )
             for sample in numbered_samples(lease.key.episode, marked)
         ]
@@ -387,4 +410,5 @@ def _episode(
         traceparent=tracing.traceparent(),
         endpoints=endpoints,
         chains=state.chains,
+        variant=lease.variant.name if lease.variant is not None else "",
     )

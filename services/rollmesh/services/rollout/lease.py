@@ -6,8 +6,10 @@ import msgspec
 
 from rollmesh.services.rollout.agent_types import Task
 from rollmesh.shared.clients.generated import Target
+from rollmesh.shared.codec.plans import decode_variant
 from rollmesh.shared.codec.trajectory import decode_key
 from rollmesh.shared.domain.extras import ExtraError, decode_extras
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.domain.trajectory import EpisodeKey, Message, Purpose, Source
 from rollmesh.shared.domain.versions import DEFAULT_POLICY
 from rollmesh.shared.errors import InvalidInput
@@ -34,10 +36,13 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True):
     """A finished episode of another source, which is given in place of an agent."""
     given_source: Source | None = None
     """Source of its trained tokens."""
+    variant: Variant | None = None
+    """What distinguishes the episode within its group; None if its episodes are alike. `task.agent` is its agent."""
 
 
 def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
-    """Decode a lease. Raise `InvalidInput` for an unknown purpose, and for extras that are not JSON."""
+    """Decode a lease. Raise `InvalidInput` for an unknown purpose, for extras that are not JSON, and for a variant that
+    is out of range."""
     try:
         purpose = Purpose(message.purpose)
     except ValueError as err:
@@ -50,11 +55,12 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
         incarnation=message.incarnation_min,
         exact=purpose is Purpose.EVAL,  # an evaluation measures one step, not later ones
     )
+    variant = decode_variant(message.variant) if message.HasField("variant") else None
     return Lease(
         lease_id=message.lease_id,
         key=decode_key(message.key),
         purpose=purpose,
-        task=_task(message.task),
+        task=_task(message.task, variant.agent if variant is not None else ""),
         task_message=message.task,
         target=target,
         seed=message.seed,
@@ -63,10 +69,12 @@ def decode_lease(message: coordinator_pb2.EpisodeLease) -> Lease:
         submitted=message.submitted,
         given=message.given if message.HasField("given") else None,
         given_source=Source(message.given_source) if message.HasField("given") else None,
+        variant=variant,
     )
 
 
-def _task(message: types_pb2.Task) -> Task:
+def _task(message: types_pb2.Task, agent: str) -> Task:
+    """Return the task. `agent` replaces its agent unless it is empty."""
     try:
         extras = decode_extras(message.extras)
     except ExtraError as err:
@@ -76,7 +84,7 @@ def _task(message: types_pb2.Task) -> Task:
         messages=tuple(Message(role=m.role, content=m.content) for m in message.messages),
         tools=tuple(message.tools),
         labels=dict(message.labels),
-        agent=message.agent,
+        agent=agent or message.agent,
         scorers=tuple(message.scorers),
         extras=extras,
     )

@@ -180,6 +180,7 @@ class RolloutNode(JoinedNode):
                 endpoints=self._endpoints,
                 applications=self._applications,
                 server=self._model_server,
+                base_dir=self._base_dir,
                 at=self._at,
             )
         )

@@ -194,7 +194,7 @@ def _summary(summary: types_pb2.SampleSummary) -> list[object]:
     if not summary.ByteSize():
         return []
     turns = [(turn.segment, turn.num_tokens, turn.mean_logprob, turn.observation) for turn in summary.turns]
-    return [summary.role, int(summary.finish), summary.greedy, summary.text, turns]
+    return [summary.role, summary.variant, int(summary.finish), summary.greedy, summary.text, turns]
 
 
 def _differs(meta: types_pb2.SampleMeta, name: str, reported: object, stored: object) -> MetadataMismatch:

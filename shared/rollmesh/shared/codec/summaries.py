@@ -64,6 +64,7 @@ def sample_summary(
         turns=turns[:TURNS_MAX],
         text="\n\n".join(said)[-text_chars:] if text_chars else "",
         greedy=greedy == {True},
+        variant=episode.variant,
     )
 
 

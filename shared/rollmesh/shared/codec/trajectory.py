@@ -95,6 +95,7 @@ def encode_episode(episode: Episode, segments: Sequence[types_pb2.Segment] | Non
         traceparent=episode.traceparent,
         endpoints=map(encode_use, episode.endpoints),
         chains=None if episode.chains is None else types_pb2.ClientChains(**msgspec.structs.asdict(episode.chains)),
+        variant=episode.variant,
     )
     for stage, seconds in episode.stage_s.items():
         message.stage_s[stage] = seconds  # a map in the constructor costs several times as much
@@ -115,6 +116,7 @@ def decode_episode(message: types_pb2.Episode, field: str = "episode") -> Episod
         traceparent=message.traceparent,
         endpoints=tuple(map(decode_use, message.endpoints)),
         chains=_decode_chains(message.chains) if message.HasField("chains") else None,
+        variant=message.variant,
     )
     checks.check_episode(episode, field)
     return episode
@@ -326,7 +328,12 @@ def encode_summary(summary: SampleSummary) -> types_pb2.SampleSummary:
         for t in summary.turns
     ]
     return types_pb2.SampleSummary(
-        role=summary.role, finish=wire(summary.finish), turns=turns, text=summary.text, greedy=summary.greedy
+        role=summary.role,
+        finish=wire(summary.finish),
+        turns=turns,
+        text=summary.text,
+        greedy=summary.greedy,
+        variant=summary.variant,
     )
 
 
@@ -340,7 +347,14 @@ def decode_summary(message: types_pb2.SampleSummary, field: str = "summary") -> 
         for t in message.turns
     )
     finish = _known(FinishReason, message.finish, field, "finish")
-    return SampleSummary(role=message.role, finish=finish, turns=turns, text=message.text, greedy=message.greedy)
+    return SampleSummary(
+        role=message.role,
+        finish=finish,
+        turns=turns,
+        text=message.text,
+        greedy=message.greedy,
+        variant=message.variant,
+    )
 
 
 def summary_of(episode: Episode, sample: Sample, *, text_chars: int = 0) -> SampleSummary:
@@ -348,6 +362,7 @@ def summary_of(episode: Episode, sample: Sample, *, text_chars: int = 0) -> Samp
     message = types_pb2.Episode(
         segments=[encode_segment(segment) for segment in episode.segments],
         sampling_params=[encode_sampling_params(params) for params in episode.sampling_params],
+        variant=episode.variant,
     )
     path = [(index, one := message.segments[index], one.token_ids) for index in episode.path(sample.leaf)]
     return decode_summary(sample_summary(message, encode_sample(sample), path, text_chars=text_chars))
@@ -366,7 +381,9 @@ def encode_group_context(group: GroupContext) -> types_pb2.GroupContext:
         )
         for m in group.members
     ]
-    return types_pb2.GroupContext(group=group.group, task=group.task, members=members, labels=group.labels)
+    return types_pb2.GroupContext(
+        group=group.group, task=group.task, members=members, labels=group.labels, propensity=group.propensity
+    )
 
 
 def decode_group_context(message: types_pb2.GroupContext, field: str = "group") -> GroupContext:
@@ -381,7 +398,13 @@ def decode_group_context(message: types_pb2.GroupContext, field: str = "group") 
         )
         for i, m in enumerate(message.members)
     )
-    group = GroupContext(group=message.group, task=message.task, members=members, labels=dict(message.labels))
+    group = GroupContext(
+        group=message.group,
+        task=message.task,
+        members=members,
+        labels=dict(message.labels),
+        propensity=message.propensity,
+    )
     checks.check_group_context(group, field)
     return group
 

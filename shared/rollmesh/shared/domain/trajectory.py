@@ -303,6 +303,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     """What the agent and the scorers asked of endpoints, of the attempt that completed."""
     chains: ClientChains | None = None
     """The conversations of its clients; None if the model was not served to clients."""
+    variant: str = ""
+    """Name of its variant, as in its lease; empty without one."""
 
     def path(self, leaf: int) -> tuple[int, ...]:
         """Indices of the segments from the root to `leaf`, in order."""
@@ -372,6 +374,8 @@ class SampleSummary(msgspec.Struct, frozen=True, kw_only=True):
     Empty by default."""
     greedy: bool = False
     """Whether the policy sampled tokens of it, all at temperature 0."""
+    variant: str = ""
+    """Name of the variant of its episode; empty without one."""
 
     @property
     def num_tokens(self) -> int:
@@ -418,6 +422,8 @@ class GroupContext(msgspec.Struct, frozen=True, kw_only=True):
     members: tuple[MemberOutcome, ...]
     labels: Mapping[str, str] = msgspec.field(default_factory=dict)
     """Labels of the task whose values have at most 64 characters."""
+    propensity: float = 0.0
+    """Probability with which the selector drew the group; 0: it did not state it."""
 
 
 TRAINED_MEASURES = ("mean_abs_advantage", "policy_loss", "num_tokens")

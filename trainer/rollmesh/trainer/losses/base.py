@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from rollmesh.shared.config.plugin import optional_attribute, required
@@ -159,6 +161,19 @@ LOSSES = Registry(
     },
     LossTerm,
 )
+
+
+def equal_groups(groups: NDArray[Any], used: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Return factors [S] of sample weights with which all groups of an update count alike. `groups` [S] are the numbers
+    of the groups of its samples, and `used` [S] the samples that are trained.
+
+    The factor of a sample of group g is (samples / groups) / samples of g, over the used samples, so that the mean
+    factor is 1. That of others is 1, and has no effect.
+    """
+    counts = np.bincount(groups[used].astype(np.int64), minlength=int(groups.max(initial=-1)) + 1)
+    mean = counts.sum() / max(1, np.count_nonzero(counts))
+    factors: NDArray[np.float64] = np.where(used, mean / np.maximum(1, counts[groups.astype(np.int64)]), 1.0)
+    return factors
 
 
 def token_weights(

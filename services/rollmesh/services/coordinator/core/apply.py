@@ -105,6 +105,9 @@ def _(fact: f.GroupReserved, state: State) -> None:
         incarnation_min=fact.incarnation_min,
         dead_id=fact.dead_id,
         submitted_key=fact.submitted_key,
+        size=fact.num_episodes,
+        variants=fact.variants,
+        propensity=fact.propensity,
     )
     state.groups[fact.group] = group
     if fact.submitted_key:

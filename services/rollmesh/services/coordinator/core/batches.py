@@ -364,7 +364,11 @@ def group_members(group: GroupState) -> m.GroupContext:
         for s in group.samples.values()
     )
     return m.GroupContext(
-        group=group.group, task=group.task.task_id, members=members, labels=short_labels(group.task.labels)
+        group=group.group,
+        task=group.task.task_id,
+        members=members,
+        labels=short_labels(group.task.labels),
+        propensity=group.propensity,
     )
 
 

@@ -7,6 +7,7 @@ from enum import IntEnum
 import msgspec
 
 from rollmesh.services.coordinator.core.records import Record, RunSpec
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.domain.versions import PolicyVersion
 
 
@@ -60,6 +61,8 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
     incarnation_min: int = 0
     dead_id: int = 0
     submitted_key: str = ""
+    variants: tuple[Variant, ...] = ()
+    propensity: float = 0.0
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):
@@ -175,6 +178,7 @@ class SampleSummary(Record, frozen=True, kw_only=True, omit_defaults=True):
     turns: tuple[TurnSummary, ...] = ()
     text: str = ""
     greedy: bool = False
+    variant: str = ""
 
 
 class SegmentSource(IntEnum):

@@ -39,6 +39,7 @@ from rollmesh.services.coordinator.core.messages import (
     SubmitTasksResponse,
 )
 from rollmesh.services.coordinator.core.records import Request, TrainerRequest
+from rollmesh.shared.domain.plans import Plan, Variant
 from rollmesh.shared.domain.versions import PolicyVersion
 
 NO_PAYLOAD = PayloadRef()
@@ -64,6 +65,7 @@ class EpisodeLease:
     given: bytes = b""
     """The submitted episode that is given to the worker, encoded; empty for a rollout."""
     given_source: str = ""
+    variant: Variant | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +80,8 @@ class AcquireRollouts(Request[Acquired], frozen=True, kw_only=True):
     node_id: str
     num_max: int
     wait_s: float
+    reads_variants: bool = True
+    """Whether the worker reads the variant of a lease. Those of protocol 1.0 ignore it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +120,8 @@ class TasksDrawn:
     tasks: tuple[tuple[int, Task], ...]
     step: int = 0
     incarnation: int = 0
+    plans: Mapping[int, Plan] = field(default_factory=dict)
+    """The plans of the selector, by draw."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

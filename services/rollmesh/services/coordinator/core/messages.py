@@ -117,6 +117,7 @@ class GroupContext(Record, frozen=True, kw_only=True, omit_defaults=True):
     task: str = ""
     members: tuple[MemberOutcome, ...] = ()
     labels: dict[str, str] = msgspec.field(default_factory=dict)
+    propensity: float = 0.0
 
 
 class LeaseBatchResponse(Record, frozen=True, kw_only=True, omit_defaults=True):

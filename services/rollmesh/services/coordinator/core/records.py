@@ -11,13 +11,15 @@ from msgspec import Meta
 
 from rollmesh.services.coordinator.core.replay_priorities import Priority, make_priority
 from rollmesh.shared.config.settings import LIVE, NonNegativeInt, SettingError, Settings, Share
+from rollmesh.shared.domain.plans import GROUP_SIZE_MAX, Variant, check_variants
 from rollmesh.shared.domain.sources import ExternalSource
 
 SAMPLES_PER_EPISODE_MAX = 4096
 SAMPLE_TOKENS_MAX = 2**31 - 1
 """Maximum number of tokens on the path of a sample, so that totals of a run fit in 64 bits."""
 EXTEND_FACTOR_MAX = 4
-"""A group may grow to this many times `group_size`. A group is kept as it is if a finalizer requests more."""
+"""A group may grow to this many times the size with which it began. A group is kept as it is if a finalizer requests
+more."""
 
 
 class BoundPolicy(IntEnum):
@@ -180,8 +182,11 @@ class RunSettings(Settings):
     have their own counters, and a batch has at most their share of them."""
     batch_groups: Annotated[int, Meta(ge=1, le=65_536)] = 16
     """Groups (tasks) per update."""
-    group_size: Annotated[int, Meta(ge=1, le=16_384)] = 16
-    """Episodes per group."""
+    group_size: Annotated[int, Meta(ge=1, le=GROUP_SIZE_MAX)] = 16
+    """Episodes per group, unless the selector plans another number."""
+    variants: tuple[Variant, ...] = ()
+    """What distinguishes the episodes of a training group, such as their temperature (docs/concepts.md#plans). Their
+    counts sum to `group_size`. Empty: the episodes of a group are alike. A plan of the selector replaces them."""
     publish_every: Annotated[int, Meta(ge=1, le=EPISODES_LIVE_MAX), LIVE] = 1
     """Updates between published weights, at most max_staleness + 1."""
     tries_max: Annotated[int, Meta(ge=1, le=1000), LIVE] = 4
@@ -254,6 +259,9 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
                 f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}",
             )
+        check_variants(self.variants, self.group_size)
+        if self.exports and self.variants:
+            raise SettingError("variants", "must be empty in a run that exports its samples; remove them")
         self._check_replay()
         for name in ("updates_max", "eval_every"):
             if self.exports and getattr(self, name):

@@ -9,6 +9,7 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.decision_context import DecisionContext, ScoredEpisode
 from rollmesh.services.coordinator.core.facts import Purpose, Reward, RewardOutcome, SampleEnd, SampleMeta
 from rollmesh.services.coordinator.core.state import EpisodeState, EpisodeStatus, GroupState
+from rollmesh.shared.domain.plans import variant_of
 from rollmesh.shared.domain.reward_range import REWARD_RANGE, in_reward_range
 
 
@@ -61,6 +62,12 @@ def _why_invalid(ctx: DecisionContext, group: GroupState, report: i.EpisodeRepor
                     f"sample {sample.sample_id}: no weights of step {span.step}, incarnation {span.incarnation} "
                     "were published"
                 )
+        named = variant_of(group.variants, rollouts.episode_index(report.episode))
+        if sample.summary.variant != (expected := named[0].name if named else ""):
+            return (
+                f"sample {sample.sample_id}: `summary.variant` must be that of the lease, {expected!r}, got "
+                f"{sample.summary.variant!r}"
+            )
         if what := foreign_samples.why_invalid(group, sample):
             return f"sample {sample.sample_id}: {what}"
         if sample.trainable and group.purpose is Purpose.TRAIN and (what := _why_not_admitted(ctx, sample)):

@@ -8,7 +8,7 @@ from math import ceil
 
 import msgspec
 
-from rollmesh.services.coordinator.core import bound, demand, foreign_samples, submissions
+from rollmesh.services.coordinator.core import bound, demand, foreign_samples, group_plans, submissions
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
@@ -27,10 +27,10 @@ from rollmesh.services.coordinator.core.state import (
     EpisodeStatus,
     GroupPhase,
     GroupState,
-    State,
     WaitingSamples,
     task_bytes,
 )
+from rollmesh.shared.domain.plans import Plan, variant_of, variants_bytes
 
 REWARDS_BYTES_MAX = 3 * 1024 * 1024
 """Maximum size of the rewards of a group, bytes. The decision on a group names them up to twice, and must fit into a
@@ -40,10 +40,11 @@ _REWARD_BYTES = 40
 LEASES_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the tasks that a worker gets at once, bytes, so that its leases fit into a message."""
 SUBMITTED_BYTES_MAX = 1024 * 1024
-"""Maximum size of the submitted tasks that one decision draws, bytes, unless it is one larger task. A record may also
-contain a request of 6 MiB, such as the reports of episodes."""
+"""Maximum size of the submitted tasks that one decision draws, with the variants of their groups, bytes, unless it is
+one larger task. A record may also contain a request of 6 MiB, such as the reports of episodes."""
 DRAW_MAX = 64
 """Maximum number of tasks per request. The selector then gets new outcomes between draws."""
+_TOO_OLD = "episodes without a variant, which is all that a worker of protocol 1.0 can run; upgrade the worker"
 
 
 def acquire(ctx: DecisionContext, request: i.AcquireRollouts) -> None:
@@ -54,32 +55,44 @@ def acquire(ctx: DecisionContext, request: i.AcquireRollouts) -> None:
 def grant(ctx: DecisionContext) -> None:
     """Lease pending episodes to waiting workers, first come first served, and reply to workers whose wait is over."""
     waiting = ctx.ephemeral.workers
-    while waiting and (ctx.state.pending or ctx.state.pending_eval):
-        worker = waiting.pop(0)
-        ctx.reply(worker.request, i.Acquired(leases=_leases(ctx, worker)))
+    for worker in list(waiting):
+        if leases := _leases(ctx, worker):
+            waiting.remove(worker)
+            ctx.reply(worker.request, i.Acquired(leases=leases))
     for worker in [w for w in waiting if ctx.now >= w.deadline]:
         waiting.remove(worker)
-        ctx.reply(worker.request, i.Acquired(waiting_for=why_no_work(ctx)))
+        why = why_no_work(ctx) if worker.request.reads_variants or not ctx.state.pending else _TOO_OLD
+        ctx.reply(worker.request, i.Acquired(waiting_for=why))
 
 
 def _leases(ctx: DecisionContext, worker: WorkerWait) -> tuple[i.EpisodeLease, ...]:
-    """Lease pending episodes to a worker: at least one, at most `num_max`, and at most as many as fit into the
-    reply."""
+    """Lease pending episodes to a worker: at most `num_max`, and at most as many as fit into the reply, but at least
+    one if there is any."""
     leases: list[i.EpisodeLease] = []
     num_bytes = 0
-    while len(leases) < worker.request.num_max and (pending := ctx.state.pending_eval or ctx.state.pending):
-        group = ctx.state.groups[pending[0][0]]
-        num_bytes += len(msgspec.json.encode(group.task)) + len(_given(group, pending[0][1]))
+    while len(leases) < worker.request.num_max and (pending := _next_pending(ctx, worker)):
+        group = ctx.state.groups[pending[0]]
+        variant = variant_of(group.variants, episode_index(pending[1]))
+        num_bytes += len(msgspec.json.encode(group.task)) + len(_given(group, pending[1]))
+        num_bytes += variants_bytes(variant[:1]) if variant else 0
         if leases and num_bytes > LEASES_BYTES_MAX:
             break
-        leases.append(_lease(ctx, worker.request.node_id))
+        leases.append(_lease(ctx, worker.request.node_id, *pending))
     return tuple(leases)
 
 
-def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
-    name, episode_id = (ctx.state.pending_eval or ctx.state.pending)[0]
+def _next_pending(ctx: DecisionContext, worker: WorkerWait) -> tuple[str, str] | None:
+    """Return the group and the episode that a worker gets next."""
+    pending = ctx.state.pending_eval or ctx.state.pending
+    if worker.request.reads_variants:
+        return pending[0] if pending else None
+    return next((one for one in pending if not ctx.state.groups[one[0]].variants), None)
+
+
+def _lease(ctx: DecisionContext, node_id: str, name: str, episode_id: str) -> i.EpisodeLease:
     group = ctx.state.groups[name]
     episode = group.episodes[episode_id]
+    variant = variant_of(group.variants, episode_index(episode_id))
     attempt = episode.attempt + 1
     lease_id = f"{episode_id}#{attempt}"
     ctx.emit(f.EpisodeLeased(group=name, episode=episode_id, attempt=attempt, lease_id=lease_id, node_id=node_id))
@@ -101,6 +114,7 @@ def _lease(ctx: DecisionContext, node_id: str) -> i.EpisodeLease:
         submitted=bool(group.source) or (ctx.spec.submitted_tasks and group.purpose is not Purpose.EVAL),
         given=_given(group, episode_id),
         given_source=group.source,
+        variant=variant[0] if variant else None,
     )
 
 
@@ -110,10 +124,12 @@ def _given(group: GroupState, episode_id: str) -> bytes:
 
 
 def episode_seed(seed: int, group: GroupState, episode_id: str) -> int:
-    """Return the key of an episode's random draws. It is the same for every attempt, and for every step of an
-    evaluation (common random numbers)."""
+    """Return the key of an episode's random draws. It is the same for every attempt, for every step of an evaluation,
+    and for episodes whose variants have the same seed (common random numbers)."""
     index = episode_index(episode_id)
     name = f"eval/{group.draw}/{index}" if group.purpose is Purpose.EVAL else f"{group.group}/{index}"
+    if (found := variant_of(group.variants, index)) and found[0].seed is not None:
+        name = f"{group.group}/seed {found[0].seed}/{found[1]}"
     return int.from_bytes(hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big") >> 1
 
 
@@ -175,6 +191,8 @@ def request_tasks(ctx: DecisionContext) -> None:
     if lacking <= 0 or ctx.ephemeral.drawing or ctx.ephemeral.exhausted:
         return
     num = min(num_wanted(ctx), ceil(lacking / ctx.spec.group_size), DRAW_MAX)
+    if ctx.spec.variants:  # the record has them once per group
+        num = min(num, max(1, SUBMITTED_BYTES_MAX // variants_bytes(ctx.spec.variants)))
     if num > 0:
         ctx.ephemeral.drawing = True
         ctx.effect(DrawTasks(purpose, ctx.state.next_draw, num, split))
@@ -182,11 +200,12 @@ def request_tasks(ctx: DecisionContext) -> None:
 
 def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:
     """Reserve a group per submitted task, as many as fit into a record. A tick continues."""
-    num_bytes = 0
+    num_bytes, of_variants = 0, variants_bytes(ctx.spec.variants)
     while ctx.state.submitted_open and _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
         task = ctx.state.submitted_open[0].task
-        num_bytes += task_bytes(task)
-        if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > task_bytes(task):
+        size = task_bytes(task) + of_variants
+        num_bytes += size
+        if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > size:
             ctx.ephemeral.draw_at = ctx.now
             return
         _reserve(ctx, purpose, task, ctx.state.next_draw)
@@ -223,7 +242,7 @@ def tasks_drawn(ctx: DecisionContext, answer: i.TasksDrawn) -> None:
     for draw, task in answer.tasks:
         if num_wanted(ctx) == 0:
             return
-        _reserve(ctx, answer.purpose, task, draw)
+        _reserve(ctx, answer.purpose, task, draw, plan=answer.plans.get(draw, group_plans.DEFAULT))
 
 
 def _reserve(
@@ -233,7 +252,11 @@ def _reserve(
     draw: int,
     dead_id: int = 0,
     samples: WaitingSamples | None = None,
+    plan: Plan = group_plans.DEFAULT,
 ) -> None:
+    size, variants = group_plans.group_of(ctx.spec, plan)
+    if samples is not None:
+        size, variants = len(samples.group.episodes), ()
     ctx.emit(
         f.GroupReserved(
             group=f"g{ctx.state.num_groups}",
@@ -241,12 +264,14 @@ def _reserve(
             policy=ctx.clock.policy,
             task=task,
             draw=draw,
-            num_episodes=ctx.spec.group_size if samples is None else len(samples.group.episodes),
+            num_episodes=size,
             update_intended=0 if ctx.spec.exports else bound.next_intended_update(ctx.state),
             step_min=0 if ctx.spec.exports else bound.step_min(ctx.state),
             incarnation_min=ctx.clock.incarnation,
             dead_id=dead_id,
             submitted_key=samples.group.key if samples is not None else "",
+            variants=variants,
+            propensity=plan.propensity,
         )
     )
 
@@ -465,8 +490,8 @@ def group_decided(ctx: DecisionContext, answer: i.GroupDecided) -> None:
     if (size := _rewards_bytes(members)) > REWARDS_BYTES_MAX:
         cause = (
             f"scorer: the rewards of group {group.group} have {size} bytes, expected at most {REWARDS_BYTES_MAX}: let "
-            "scorers and "
-            f"finalizers return fewer rewards or shorter answers, or lower `run.group_size` (now {ctx.spec.group_size})"
+            f"scorers and finalizers return fewer rewards or shorter answers, or lower `run.group_size` (now "
+            f"{ctx.spec.group_size}) or the size that the selector plans (this group began with {group.size} episodes)"
         )
         finalize_failed(ctx, i.FinalizeFailed(group=group.group, cause=cause))
         return
@@ -536,14 +561,14 @@ def finalize_failed(ctx: DecisionContext, answer: i.FinalizeFailed) -> None:
 
 
 def _may_grow(ctx: DecisionContext, group: GroupState, num: int) -> bool:
-    return 1 <= num <= num_extend_max(ctx.state, group) and group.group not in ctx.ephemeral.overdue
+    return 1 <= num <= num_extend_max(group) and group.group not in ctx.ephemeral.overdue
 
 
-def num_extend_max(state: State, group: GroupState) -> int:
+def num_extend_max(group: GroupState) -> int:
     """Return the number of further episodes that a group may get before its deadline; 0 for submitted samples."""
     if group.source:
         return 0
-    return max(EXTEND_FACTOR_MAX * state.the_spec.group_size - len(group.episodes), 0)
+    return max(EXTEND_FACTOR_MAX * group.size - len(group.episodes), 0)
 
 
 def _drop_untrainable(ctx: DecisionContext, group: GroupState) -> None:

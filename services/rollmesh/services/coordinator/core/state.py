@@ -31,6 +31,7 @@ from rollmesh.services.coordinator.core.facts import (
     Task,
 )
 from rollmesh.services.coordinator.core.records import Bound, ForeignSource, RunSpec
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.domain.versions import PolicyVersion
 
 VERSIONS_KEPT_MAX = 64
@@ -157,6 +158,12 @@ class GroupState(msgspec.Struct, kw_only=True):
     """Applied step when they were submitted."""
     given: tuple[bytes, ...] = ()
     """Their episodes, encoded, while one of them is unfinished."""
+    size: int = 0
+    """Number of episodes with which it began."""
+    variants: tuple[Variant, ...] = ()
+    """Variants of its episodes, see `plans.variant_of`."""
+    propensity: float = 0.0
+    """Probability with which the selector drew its task; 0: not stated."""
 
     @property
     def unfinished(self) -> bool:

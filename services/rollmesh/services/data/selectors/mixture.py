@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from rollmesh.services.data.labels import categories_of
 from rollmesh.services.data.mixture_pool import SOURCE_LABEL, SOURCES_MAX
-from rollmesh.services.data.selector import SELECTORS, GroupResult, Selector, SourceShare
+from rollmesh.services.data.selector import SELECTORS, GroupResult, Plan, Selector, SourceShare
 from rollmesh.services.data.selectors.base import Ints, StoredSelector
 from rollmesh.services.data.selectors.shares import Shares, Weight, source_order
 from rollmesh.services.data.subpool import category_pools
@@ -85,9 +85,26 @@ class MixtureSelector(StoredSelector):
     def draw(self, index: int, in_flight: AbstractSet[int]) -> int:
         source, earlier = self._order.at(index)
         pool = self._pools[source]
+        return int(pool.positions[self._selectors[source].draw(earlier, self._taken(source, in_flight))])
+
+    def plan(self, index: int, position: int, in_flight: AbstractSet[int]) -> Plan:
+        source, earlier = self._order.at(index)
+        plan = self._selectors[source].plan(
+            earlier, self._pools[source].index(position), self._taken(source, in_flight)
+        )
+        return (
+            plan
+            if not plan.propensity
+            else msgspec.structs.replace(
+                plan, propensity=plan.propensity * float(self._shares.at(np.array([index]))[0][source])
+            )
+        )
+
+    def _taken(self, source: int, in_flight: AbstractSet[int]) -> set[int]:
+        """Return the positions in the pool of a source that are in flight."""
         taken = np.fromiter(in_flight, dtype=np.int64, count=len(in_flight))
-        taken = np.searchsorted(pool.positions, taken[self._place[self._category[taken]] == source])
-        return int(pool.positions[self._selectors[source].draw(earlier, set(taken.tolist()))])
+        taken = taken[self._place[self._category[taken]] == source]
+        return set(np.searchsorted(self._pools[source].positions, taken).tolist())
 
     def observe(self, result: GroupResult) -> None:
         source = self._source(result)

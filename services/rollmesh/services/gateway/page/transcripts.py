@@ -79,6 +79,8 @@ class Transcript(msgspec.Struct, kw_only=True):
     episode: str
     task: str
     labels: dict[str, str] = {}
+    variant: str = ""
+    """Name of the variant of its episode in a group with a plan."""
     attempt: int = 0
     update: int = 0
     """The update that leased it last; 0 if none has. The staleness of its tokens is update - 1 - step."""
@@ -142,6 +144,7 @@ class Transcripts:
                 episode=found.scored.episode,
                 task=found.task.task_id,
                 labels=dict(found.task.labels),
+                variant=meta.summary.variant,
                 update=found.update,
                 siblings=[m.sample_id for scored in found.members for m in scored.samples],
                 rewards=[_reward(reward) for reward in meta.rewards],

@@ -26,7 +26,7 @@ function facts(sample, run) {
   const labels = Object.entries(sample.labels).map(([name, value]) => `${name} ${value}`).join(", ");
   const index = sample.siblings.indexOf(sample.sample_id);
   const other = (at, text, id) => (sample.siblings[at] ? h("a", { href: link(run, "sample", sample.siblings[at]), id }, text) : null);
-  return [h("p", {}, `Task ${sample.task}${labels ? ` (${labels})` : ""}, group ${sample.group}, ${plural(sample.num_tokens, "token")}${sample.attempt > 1 ? `, attempt ${sample.attempt}` : ""}. `,
+  return [h("p", {}, `Task ${sample.task}${labels ? ` (${labels})` : ""}, group ${sample.group}${sample.variant ? `, variant ${sample.variant}` : ""}, ${plural(sample.num_tokens, "token")}${sample.attempt > 1 ? `, attempt ${sample.attempt}` : ""}. `,
     sample.siblings.length > 1 ? `Member ${index + 1} of ${sample.siblings.length} of its group: ` : "", sample.siblings.length > 1 ? h("a", { href: link(run, "group", sample.group), id: "side-by-side" }, "side by side") : null, " ", other(index - 1, "previous", "previous"), " ", other(index + 1, "next", "next")),
     sample.missing.map((text) => h("p", { class: "missing" }, text)),
     sample.advantage !== null ? h("p", {}, "Advantage ", h("b", {}, number(sample.advantage)), ` (${sample.advantage_of})`) : null];
