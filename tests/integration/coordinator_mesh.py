@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from rollmesh.shared.bus.login import BusLogin
 from rollmesh.shared.bus.run_streams import StreamLimits, run_streams
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.errors import Unavailable, UnknownRun
 from rollmesh.shared.membership.membership import Membership, MembershipConfig, PassiveHandler
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import ChannelConfig, open_channel
@@ -106,9 +107,20 @@ class MeshParts:
     name: str = "r"
     """The run that the verbs below are about."""
     worker: str = WORKER
+    members: set[str] = field(default_factory=set)
+    """Nodes that were ready when the coordinator was stopped."""
+
+    async def restart_coordinator(self) -> CoordinatorNode:
+        """Stop the coordinator, and start it at the same address and with the same nodes."""
+        await self.stop_coordinator()
+        return await self.start_coordinator()
 
     async def start_coordinator(self) -> CoordinatorNode:
-        """At the same address as before."""
+        """Start a coordinator at the same address as before, and wait until the nodes that were ready have joined it.
+
+        A node joins again in the background. Until then the coordinator rejects its calls with `UnknownNode`. A
+        gateway connects again with a back-off that may be longer than the retries of one call.
+        """
         config = self.config
         if self.address:
             server = msgspec.structs.replace(config.server, address=self.address)
@@ -116,11 +128,28 @@ class MeshParts:
         self.node = CoordinatorNode(config, folder=self.folder / "coordinator", access=ACCESS, bus_url=self.nats.url)
         await self.node.__aenter__()
         self.address = self.node.address
-        return self.node
+        node = self.node
+
+        async def connected() -> bool:
+            if not self.members <= ready_nodes(node):
+                return False
+            if self.gateway is None:
+                return True
+            try:
+                await self.call(self.run.GetRun, run_pb2.GetRunRequest(run="unknown"))
+            except UnknownRun:
+                return True
+            except Unavailable:
+                return False
+            raise AssertionError("a run with the name `unknown` exists")
+
+        await eventually(connected)
+        return node
 
     async def stop_coordinator(self) -> None:
         if self.node is not None:
             node, self.node = self.node, None
+            self.members = ready_nodes(node)
             await node.__aexit__(None, None, None)
 
     async def another_run(self, name: str) -> MeshParts:
@@ -334,6 +363,11 @@ def episode_of(
         samples=samples,
         variant=lease.variant.name,
     )
+
+
+def ready_nodes(node: CoordinatorNode) -> set[str]:
+    """Return the ids of the nodes that are READY."""
+    return {one.node_id for one in node.fleet_nodes() if one.state == coordinator_pb2.NODE_STATE_READY}
 
 
 async def stream_of(message: T) -> AsyncIterator[T]:

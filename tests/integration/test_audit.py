@@ -22,7 +22,7 @@ from rollmesh.trainer.trained_log import TrainedLog
 from rollmesh.v1 import run_pb2
 from tests.tamper.ledger_copy import read_raw, rechained, store, with_facts
 
-from .coordinator_mesh import DATA, DEPOT, REWARD, ROLLOUT, MeshParts, coordinator_mesh
+from .coordinator_mesh import MeshParts, coordinator_mesh
 
 
 @pytest.fixture
@@ -60,9 +60,7 @@ async def test_a_run_with_kills_and_a_roll_back_holds(mesh: MeshParts, tmp_path:
     mesh.nats.kill()
     await mesh.nats.start()
     await update(mesh, 2, log)  # lost with the trainer: no checkpoint holds it
-    await mesh.stop_coordinator()
-    await mesh.start_coordinator()
-    await mesh.wait_ready(ROLLOUT, DEPOT, DATA, REWARD)
+    await mesh.restart_coordinator()
     attached = await mesh.attach(1, kept.digest)
     assert attached.resolution == run_pb2.ATTACH_RESOLUTION_ROLLED_BACK
     assert (attached.incarnation, attached.rolled_back_to, attached.next_update) == (1, 1, 2)

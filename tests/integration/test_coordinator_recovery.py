@@ -21,11 +21,10 @@ from rollmesh.shared.errors import (
     MeshError,
 )
 from rollmesh.shared.rpc.channel import open_channel
-from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import run_pb2, run_pb2_grpc
 from tests.tamper.ledger_copy import RawRecord, sealed
 
-from .coordinator_mesh import ACCESS, CONFIG, DEPOT, ROLLOUT, MeshParts, coordinator_mesh, eventually
+from .coordinator_mesh import ACCESS, CONFIG, MeshParts, coordinator_mesh, eventually
 
 
 @pytest.fixture
@@ -50,8 +49,7 @@ async def live(mesh: MeshParts) -> bytes:
 
 async def test_a_restarted_coordinator_leads_a_run_that_has_no_snapshot_yet(mesh: MeshParts) -> None:
     await mesh.create()
-    await mesh.stop_coordinator()
-    node = await mesh.start_coordinator()
+    node = await mesh.restart_coordinator()
     assert list(node.runs.drivers) == ["r"], "before any request has named it"
 
 
@@ -68,7 +66,6 @@ async def test_a_restarted_coordinator_knows_what_the_old_one_knew(mesh: MeshPar
     assert await folded(mesh, snapshots=True) == before
     await mesh.start_coordinator()
     assert await live(mesh) == before
-    await mesh.wait_ready(ROLLOUT, DEPOT, pb.NODE_KIND_REWARD, pb.NODE_KIND_DATA)
     await mesh.generate(leases[1:], step=1)  # leases of the old life still count
     await mesh.generate(await mesh.acquire(8), step=1)
     batch = await mesh.lease(2)

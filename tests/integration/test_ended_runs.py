@@ -76,8 +76,7 @@ async def test_an_ended_run_is_led_only_while_it_is_asked_for(tmp_path: Path) ->
         assert (await mesh.state()).ledger_position == state.ledger_position, "asking for a run records nothing"
         assert "r" in node_of(mesh).runs.ended, "its state was read before"
 
-        await mesh.stop_coordinator()
-        node = await mesh.start_coordinator()
+        node = await mesh.restart_coordinator()
         assert tasks_of("r") == []
         assert (await mesh.state()).samples == state.samples
         await not_led(mesh, "r")
@@ -88,7 +87,6 @@ async def test_an_ended_run_is_led_only_while_it_is_asked_for(tmp_path: Path) ->
         assert (await reserved(mesh, "r"))["RM_r_SAMPLES"] == CONFIG.streams.samples_bytes_max
         await mesh.attach(1, digest)
         await mesh.publish(1)
-        await mesh.wait_ready(coordinator_pb2.NODE_KIND_ROLLOUT)
         await mesh.train(2)
         assert (await mesh.state()).policies[0].applied_step == 2
 

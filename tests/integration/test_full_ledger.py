@@ -71,8 +71,7 @@ async def test_a_full_ledger_ends_its_run_with_the_setting_and_no_other_run(mesh
     assert (await audit_run(mesh.bus, "r")).holds
     assert await other.train(1)
 
-    await mesh.stop_coordinator()
-    await mesh.start_coordinator()
+    await mesh.restart_coordinator()
     assert (await mesh.state()).ended == state.ended
     assert not (await other.state()).ended
     await mesh.call(mesh.run.StopRun, run_pb2.StopRunRequest(run="r"))
@@ -122,9 +121,8 @@ async def test_a_held_batch_is_committed_and_published_after_the_ledger_is_full(
 async def test_a_run_with_a_full_ledger_goes_on_with_a_larger_one(mesh: MeshParts) -> None:
     await mesh.begin()
     await fill(mesh)
-    await mesh.stop_coordinator()
     mesh.config = with_ledgers_of(4 * MIB)
-    await mesh.start_coordinator()
+    await mesh.restart_coordinator()
     request = run_pb2.ChangeRunRequest(spec=spec(updates_max=7), change_id="more room")
     assert (await mesh.call(mesh.run.ChangeRun, request)).reopened
     assert not (await mesh.state()).ended
@@ -136,9 +134,8 @@ async def test_a_run_with_a_full_ledger_goes_on_with_a_larger_one(mesh: MeshPart
 
 async def test_a_larger_limit_holds_for_a_live_run_after_a_restart(mesh: MeshParts) -> None:
     await mesh.begin()
-    await mesh.stop_coordinator()
     mesh.config = with_ledgers_of(4 * MIB)
-    await mesh.start_coordinator()
+    await mesh.restart_coordinator()
     await mesh.state()
     stream = await mesh.bus.open(run_streams("r").ledger.name)
     assert (await stream.info()).bytes_max == 4 * MIB
@@ -147,9 +144,8 @@ async def test_a_larger_limit_holds_for_a_live_run_after_a_restart(mesh: MeshPar
 
 
 async def test_a_deleted_ledger_costs_its_run_and_not_the_coordinator(mesh: MeshParts) -> None:
-    await mesh.stop_coordinator()
     mesh.config = msgspec.structs.replace(mesh.config, run=msgspec.structs.replace(mesh.config.run, append_s_max=0.5))
-    await mesh.start_coordinator()
+    await mesh.restart_coordinator()
     other = await mesh.another_run("other")
     await other.begin()
     await mesh.begin()

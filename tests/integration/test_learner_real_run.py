@@ -134,8 +134,7 @@ async def test_a_coordinator_that_restarts_in_mid_run_costs_no_update(tmp_path: 
             nonlocal restarted
             if now is LearnerFaultPoint.STEPPED and node.progress.update == 3 and not restarted:
                 restarted = True
-                await mesh.stop_coordinator()
-                await mesh.start_coordinator()
+                await mesh.restart_coordinator()
 
         async with learner(mesh, tmp_path, at=at) as node:
             await node.wait()

@@ -49,12 +49,6 @@ async def submit(
     return await mesh.call(mesh.run.SubmitTasks, request)
 
 
-async def restart(mesh: MeshParts) -> None:
-    await mesh.stop_coordinator()
-    await mesh.start_coordinator()
-    await mesh.wait_ready(REWARD)
-
-
 async def scored(
     mesh: MeshParts, lease: coordinator_pb2.EpisodeLease, text: str
 ) -> reward_pb2.RewardServiceScoreResponse:
@@ -108,10 +102,10 @@ async def test_a_restart_between_submission_and_draw_loses_nothing_and_repeats_n
     await mesh.begin(submitted_tasks=True)
     tasks = [task(f"t{number}") for number in range(6)]
     await submit(mesh, *tasks, answers=KEY)
-    await restart(mesh)
+    await mesh.restart_coordinator()
     assert (await submit(mesh, *tasks, answers=KEY)).num_added == 0
     leases = await mesh.acquire()
-    await restart(mesh)
+    await mesh.restart_coordinator()
     response = await scored(mesh, leases[0], f"<answer>{KEY}</answer>")
     assert [reward.value for reward in response.samples[0].rewards] == [1.0]
     await mesh.generate(leases, step=0)
@@ -121,7 +115,7 @@ async def test_a_restart_between_submission_and_draw_loses_nothing_and_repeats_n
         digest = (await mesh.commit(update, [batch.lease_id])).digest
         await mesh.publish(update)
         if update < 3:
-            await restart(mesh)
+            await mesh.restart_coordinator()
             await mesh.generate(await mesh.acquire(), step=update)
     assert digest is not None
     await submit(mesh, finish=True)
