@@ -121,6 +121,12 @@ def test_the_oldest_ends_are_forgotten_and_a_run_of_the_data_service_keeps_none(
     assert list(run.core.state.episode_results) == [lease.episode for lease in leases[1:]]
     with pytest.raises(UnknownEpisode):
         episodes.result_of(run.core.state, leases[0].lease_id)
+    run, leases = leased("a", "b", "c")
+    for lease in leases:
+        report(run, lease, {"liked": 1.0})
+    assert "g0" in run.core.state.groups
+    with pytest.raises(UnknownEpisode):  # its samples count, so that it must not be EPISODE_LOST
+        episodes.result_of(run.core.state, leases[0].lease_id)
     other = CoreRun()
     other.begin()
     other.generate(4, step=0)

@@ -21,6 +21,7 @@ from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, Un
 
 DISCARDED = "DISCARDED"
 """Reason of an episode that its application drops."""
+_ENDED = (EpisodeStatus.SCORED, EpisodeStatus.ENDED)
 
 
 def task_of(state: State, key: str) -> Task | None:
@@ -47,7 +48,7 @@ def lease_of(state: State, key: str, index: int) -> str:
     if group is None:
         return ""
     episode = group.episodes[f"{group.group}.{index}"]
-    if episode.status in (EpisodeStatus.SCORED, EpisodeStatus.ENDED):
+    if episode.status in _ENDED:
         result = state.episode_results.get(episode.episode)
         raise _over(key, (result.end if result is not None else "") or "scored")
     return episode.lease_id if episode.status is EpisodeStatus.LEASED else ""
@@ -59,7 +60,8 @@ def result_of(state: State, lease_id: str) -> EpisodeResult | None:
     name = lease_id.rpartition("#")[0]
     result, episode = state.episode_results.get(name), _episode(state, name)
     last = result.lease_id if result is not None else episode.lease_id if episode is not None else ""
-    if not last or _attempt(lease_id) > _attempt(last):
+    forgotten = result is None and episode is not None and episode.status in _ENDED
+    if not last or forgotten or _attempt(lease_id) > _attempt(last):
         raise UnknownEpisode(
             f"no episode of run {state.the_spec.run} has the lease {lease_id!r:.100}, or it ended before the newest "
             f"{RESULTS_KEPT_MAX} episodes; pass `lease_id` as OpenEpisode returned it",
