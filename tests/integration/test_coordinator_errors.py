@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -14,7 +15,7 @@ import pytest_asyncio
 
 import rollmesh.v1.run_pb2
 from rollmesh.services.coordinator.core.facts import StepSpan
-from rollmesh.shared.errors import Code, MeshError
+from rollmesh.shared.errors import Code, MeshError, NotReady, RunEnded
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, events_pb2, types_pb2, weights_pb2
 from rollmesh.v1 import run_pb2 as pb
@@ -679,12 +680,22 @@ async def served(mesh: MeshParts) -> tuple[coordinator_pb2.EpisodeLease, str]:
     await mesh.begin(submitted_tasks=True, group_size=1)
     await submit(mesh, "a")
     (lease,) = await mesh.acquire()
-    answer = pb.OpenEpisodeResponse(base_url="http://w/v1")
-    request = coordinator_pb2.ServeEpisodeRequest(node_id=mesh.worker, lease_id=lease.lease_id, served=answer)
-    assert not (await mesh.call(mesh.coordinator.ServeEpisode, request)).finished
+    assert not (await announce(mesh, lease)).finished
     opened = await open_episode(mesh)
-    assert opened.base_url == answer.base_url
+    assert opened.base_url == "http://w/v1"
     return lease, opened.lease_id
+
+
+async def announce(
+    mesh: MeshParts, lease: coordinator_pb2.EpisodeLease, wait_s: float = 0.0
+) -> coordinator_pb2.ServeEpisodeResponse:
+    request = coordinator_pb2.ServeEpisodeRequest(
+        node_id=mesh.worker,
+        lease_id=lease.lease_id,
+        served=pb.OpenEpisodeResponse(base_url="http://w/v1"),
+        wait_s=wait_s,
+    )
+    return await mesh.call(mesh.coordinator.ServeEpisode, request)
 
 
 async def reported(mesh: MeshParts, lease: coordinator_pb2.EpisodeLease, **fields: Any) -> None:
@@ -701,7 +712,10 @@ async def opening_in_no_run(mesh: MeshParts) -> None:
 @brings("OpenEpisode", "INVALID_ARGUMENT", "")
 async def opening_an_episode_outside_its_group(mesh: MeshParts) -> None:
     await mesh.begin(submitted_tasks=True, group_size=1)
-    await open_episode(mesh, index=1)
+    try:
+        await open_episode(mesh, index=1)
+    finally:
+        assert not (await mesh.state()).submitted.open, "a rejected call submits no task"
 
 
 @brings("OpenEpisode", "ALREADY_EXISTS", "TASK_CONFLICT")
@@ -726,8 +740,12 @@ async def opening_without_submitted_tasks(mesh: MeshParts) -> None:
 
 @brings("OpenEpisode", "OUT_OF_RANGE", "RUN_ENDED")
 async def opening_after_the_end(mesh: MeshParts) -> None:
+    """Also one whose task still waited."""
     await mesh.begin(submitted_tasks=True)
+    await submit(mesh, "waits")
     await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    with pytest.raises(RunEnded):
+        await open_episode(mesh, "waits")
     await open_episode(mesh)
 
 
@@ -897,3 +915,22 @@ async def test_a_spec_is_stored_with_the_contracts_defaults(shared_mesh: MeshPar
     attached = await mesh.attach()
     assert (attached.spec.policy, attached.spec.eval_split, attached.spec.beyond) == ("main", "test", 1)
     assert msgspec.json.encode(attached.lease_s) == b"30.0"
+
+
+async def test_a_run_that_is_created_again_has_no_served_episode_of_the_deleted_one(shared_mesh: MeshParts) -> None:
+    """The lease ids are the same."""
+    mesh = await shared_mesh.another_run("created-again")
+    lease, lease_id = await served(mesh)
+    ending = asyncio.ensure_future(end_episode(mesh, lease_id))
+    assert (await announce(mesh, lease, wait_s=10.0)).finished
+    await reported(mesh, lease, outcome=COMPLETED, failure=types_pb2.Failure(reason="DISCARDED"))
+    await ending
+    await mesh.call(mesh.run.StopRun, pb.StopRunRequest(run=mesh.name))
+    await mesh.call(mesh.run.DeleteRun, pb.DeleteRunRequest(run=mesh.name))
+    await mesh.begin(submitted_tasks=True, group_size=1)
+    await submit(mesh, "a")
+    (again,) = await mesh.acquire()
+    assert again.lease_id == lease.lease_id
+    with pytest.raises(NotReady):
+        await open_episode(mesh, wait_s=0.1)
+    assert not (await announce(mesh, again)).finished

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from rollmesh.services.coordinator.core import application_episodes as episodes
 from rollmesh.services.coordinator.core.core import Core
@@ -48,13 +49,14 @@ class Applications:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._served: dict[tuple[str, str], _Served] = {}
+        self._served: WeakKeyDictionary[RunDriver, dict[str, _Served]] = WeakKeyDictionary()
+        """By driver, because a run that is created again has the lease ids of the deleted one."""
 
     async def open(
         self, driver: RunDriver, key: str, index: int, wait_s: float, check_agent: Callable[[Task], None]
     ) -> run_pb2.OpenEpisodeResponse:
-        """Return the served episode of a key. Raises EpisodeOver, what `check_agent` raises for its task, and NotReady
-        if no worker serves it within `wait_s`."""
+        """Return the served episode of a key. Raises EpisodeOver, RunEnded, what `check_agent` raises for its task, and
+        NotReady if no worker serves it within `wait_s`."""
 
         def read(core: Core, _: LedgerHead) -> run_pb2.OpenEpisodeResponse | str:
             """Return the episode, or what it waits for."""
@@ -62,7 +64,7 @@ class Applications:
             if task is not None:
                 check_agent(task)
             lease_id = episodes.lease_of(core.state, key, index)
-            served = self._served.get((driver.run, lease_id))
+            served = self._served.get(driver, {}).get(lease_id)
             if served is not None:
                 return served.answer
             return "its worker" if lease_id else core.why_no_work()
@@ -98,8 +100,9 @@ class Applications:
         answer.CopyFrom(request.served)
         answer.lease_id = lease_id
         now_s = self._clock.monotonic_s()
-        self._served = {name: one for name, one in self._served.items() if now_s - one.seen_s < KEPT_S}
-        served = self._served.setdefault((driver.run, lease_id), _Served(answer, now_s))
+        known = {name: one for name, one in self._served.get(driver, {}).items() if now_s - one.seen_s < KEPT_S}
+        self._served[driver] = known
+        served = known.setdefault(lease_id, _Served(answer, now_s))
         served.answer, served.seen_s = answer, now_s
         driver.note_change()
         with suppress(TimeoutError):
@@ -121,12 +124,12 @@ class Applications:
                 async for result in results:
                     if result is not None:
                         return run_pb2.FinishEpisodeResponse(sample_ids=episodes.check_result(result, rewards))
-                    self._give(driver.run, lease_id, rewards)
+                    self._give(driver, lease_id, rewards)
         raise NotReady(f"the worker of the episode {lease_id} has not reported it yet; repeat the call", run=driver.run)
 
-    def _give(self, run: str, lease_id: str, rewards: dict[str, float]) -> None:
+    def _give(self, driver: RunDriver, lease_id: str, rewards: dict[str, float]) -> None:
         """Pass the rewards to the worker, if it has announced the episode to this coordinator."""
-        served = self._served.get((run, lease_id))
+        served = self._served.get(driver, {}).get(lease_id)
         if served is None:
             return
         if served.rewards is not None and served.rewards != rewards:

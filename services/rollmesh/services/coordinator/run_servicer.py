@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from rollmesh.services.coordinator import sample_submissions, translate, validation
 from rollmesh.services.coordinator.applications import Applications
 from rollmesh.services.coordinator.config import SamplesConfig, SubmissionConfig
+from rollmesh.services.coordinator.core import application_episodes
 from rollmesh.services.coordinator.core import inputs as i
 from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
@@ -183,7 +184,8 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_opening(request)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
-        if request.HasField("task") or not await driver.read(lambda core, _: request.key in core.state.submitted):
+        known = await driver.read(lambda core, _: application_episodes.is_known(core.state, request.key, request.index))
+        if request.HasField("task") or not known:
             task = translate.application_task(request)
             task.agent = self._mesh.application_agent(task.agent)
             await self.SubmitTasks(pb.SubmitTasksRequest(run=request.run, tasks=[task]), context)

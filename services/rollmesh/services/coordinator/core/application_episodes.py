@@ -17,11 +17,20 @@ from rollmesh.services.coordinator.core.state import (
     State,
     end_text,
 )
-from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, UnknownEpisode, field_error
+from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, RunEnded, UnknownEpisode, field_error
 
 DISCARDED = "DISCARDED"
 """Reason of an episode that its application drops."""
 _ENDED = (EpisodeStatus.SCORED, EpisodeStatus.ENDED)
+
+
+def is_known(state: State, key: str, index: int) -> bool:
+    """Return whether a key was submitted. Raises InvalidInput if a new key cannot have the episode `index`."""
+    if key in state.submitted:
+        return True
+    if state.spec is not None:
+        _check_index(index, state.spec.group_size)
+    return False
 
 
 def task_of(state: State, key: str) -> Task | None:
@@ -40,12 +49,12 @@ def task_of(state: State, key: str) -> Task | None:
 
 def lease_of(state: State, key: str, index: int) -> str:
     """Return the lease under which a worker holds the episode; empty while none does. Raises EpisodeOver if it has
-    ended."""
+    ended, and RunEnded if no worker will get it."""
     group = _group_of(state, key)
-    num = len(group.episodes) if group is not None else state.the_spec.group_size
-    if not 0 <= index < num:
-        raise field_error("index", f"be in [0, {num}), the episodes of the key", index)
+    _check_index(index, len(group.episodes) if group is not None else state.the_spec.group_size)
     if group is None:
+        if why := state.ended or state.stopping:
+            raise RunEnded(f"run {state.the_spec.run} has ended: {why}; no worker serves the episode of key {key!r}")
         return ""
     episode = group.episodes[f"{group.group}.{index}"]
     if episode.status in _ENDED:
@@ -96,6 +105,11 @@ def conflict(lease_id: str) -> EpisodeConflict:
         "open another episode",
         lease_id=lease_id,
     )
+
+
+def _check_index(index: int, num: int) -> None:
+    if not 0 <= index < num:
+        raise field_error("index", f"be in [0, {num}), the episodes of the key", index)
 
 
 def _over(name: str, end: str) -> EpisodeOver:
