@@ -28,7 +28,7 @@ from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2 as pb
-from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, run_pb2_grpc
+from rollmesh.v1 import coordinator_pb2_grpc, run_pb2, run_pb2_grpc, types_pb2
 
 from .coordinator_mesh import ACCESS, CONFIG, MeshParts, coordinator_mesh, episode_of, eventually
 
@@ -311,6 +311,26 @@ async def test_calls_of_lease_batch_that_wait_leave_room_for_short_calls(mesh: M
         with pytest.raises(Overloaded, match=rf"{CALLS_MAX - 1} waiting calls of LeaseBatch are open"), typed_errors():
             await done.pop()
         assert (await run.GetRun(run_pb2.GetRunRequest(run=mesh.name), timeout=20)).state.run == mesh.name
+        for call in pending:
+            call.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def test_applications_that_wait_for_an_episode_leave_room_for_a_trainer(mesh: MeshParts) -> None:
+    await mesh.begin(batch_groups=1, submitted_tasks=True)
+    tasks = [types_pb2.Task(task_id="a", messages=[types_pb2.Message(role="user", content="1+1?")])]
+    await mesh.call(mesh.run.SubmitTasks, run_pb2.SubmitTasksRequest(run=mesh.name, tasks=tasks))
+    await mesh.generate(await mesh.acquire(2), step=0)
+    request = run_pb2.OpenEpisodeRequest(run=mesh.name, key="b", wait_s=20.0)
+    async with another_gateway(mesh, "applications", forwarded_max=2) as channel:
+        run = run_pb2_grpc.RunServiceStub(channel)
+        waiting = [asyncio.ensure_future(run.OpenEpisode(request)) for _ in range(3)]
+        done, pending = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(Overloaded, match="2 calls of OpenEpisode and FinishEpisode are open"), typed_errors():
+            await done.pop()
+        leasing = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=mesh.epoch, update=1, wait_s=10.0)
+        assert (await run.LeaseBatch(leasing)).lease_id
+        assert len(pending) == 2
         for call in pending:
             call.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
