@@ -58,3 +58,34 @@ def test_another_source_serves_the_evaluations_of_submitted_tasks(tmp_path: Path
         {"eval_every": 5, "eval_tasks": 8}, source={"name": "calc", "options": {"num_train": 4, "num_test": 8}}
     )
     assert find_mistakes(made, tmp_path, learner=False) == []
+
+
+APPLICATION = {"agent": "application", "agents": {"other": "single_turn"}}
+
+
+@pytest.mark.parametrize(
+    ("run", "rollout", "data", "keys"),
+    [
+        ({"submitted_tasks": False}, APPLICATION, {}, ["run.submitted_tasks"]),
+        ({"submitted_tasks": False}, {"agents": {"live": "application"}}, {}, []),
+        ({"eval_every": 5, "eval_tasks": 8}, APPLICATION, {}, ["run.eval_every"]),
+        ({"eval_every": 5, "eval_tasks": 8}, {"agents": {"live": "application"}}, {}, []),
+        ({}, APPLICATION, {}, []),
+        ({}, APPLICATION, {"source": "submitted"}, []),
+    ],
+)
+def test_the_agent_of_an_application_gets_no_task_of_the_source(
+    tmp_path: Path, run: dict[str, Any], rollout: dict[str, Any], data: dict[str, Any], keys: list[str]
+) -> None:
+    made = config_from_dict(
+        TrainConfig,
+        {
+            "run": OK | {"batch_groups": 4} | run,
+            "data": {"source": {"name": "calc", "options": {"num_train": 4, "num_test": 8}}} | data,
+            "rollout": rollout,
+            "counts": {"inference": 0, "sandbox": 0},
+            "learner": {"engine": "fake"},
+        },
+    )
+    found = find_mistakes(made, tmp_path, learner=False)
+    assert [one.metadata["key"] for one in found] == keys, found

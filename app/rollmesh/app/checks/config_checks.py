@@ -42,7 +42,7 @@ from rollmesh.services.reward.scorer import SCORERS
 from rollmesh.services.reward.scorer_run import ConfiguredScorer
 from rollmesh.services.reward.scorers.tests import TestsOptions
 from rollmesh.services.rollout.agent import known_agents, load_agent, permitted_extras
-from rollmesh.services.rollout.config import DEFAULT_TOOLS, ToolConfig
+from rollmesh.services.rollout.config import APPLICATION, DEFAULT_TOOLS, ToolConfig
 from rollmesh.services.rollout.private_extras import missing_extra_error
 from rollmesh.services.sandbox.egress.retrieval.backend import BACKENDS
 from rollmesh.services.sandbox.engine import ENGINES
@@ -238,6 +238,25 @@ def _unused_names(config: TrainConfig, tasks: TaskSurvey) -> Iterator[str]:
         )
 
 
+def _check_applications(config: TrainConfig, tasks: TaskSurvey) -> None:
+    """Check that no task of the source has an agent that waits for an application, because applications only open tasks
+    that clients submit. Raises ConfigError."""
+    run, agents = config.run, config.rollout.agents_by_name
+    waiting = [name for name in tasks.by_agent if name in agents and agents[name].name == APPLICATION]
+    if waiting and not run.submitted_tasks:
+        raise ConfigError(
+            f"`run.submitted_tasks` must be true with the agent `{APPLICATION}`, got false: task "
+            f"{tasks.by_agent[waiting[0]].task_id} of the source has it, and no application can open its episodes",
+            key="run.submitted_tasks",
+        )
+    if waiting and run.eval_every and run.eval_tasks and len(waiting) == len(tasks.by_agent):
+        raise ConfigError(
+            f"`run.eval_every` must be 0 if the agent of all tasks of the source is `{APPLICATION}`, got "
+            f"{run.eval_every}: no application can open the episodes of an evaluation; name another agent in its tasks",
+            key="run.eval_every",
+        )
+
+
 class _Check:
     """The checks of one configuration."""
 
@@ -303,6 +322,8 @@ class _Check:
             if not config.bus.url:
                 find_binary()
         self._agents(tasks)
+        with self._collected():
+            _check_applications(config, tasks)
         self.mistakes += variant_mistakes(config, base_dir, tasks)
         with self._collected("sandbox.engine"):
             ENGINES.options(config.sandbox.engine, base_dir)
