@@ -15,7 +15,14 @@ from rollmesh.services.coordinator.core import messages as m
 from rollmesh.services.coordinator.core.core import Core
 from rollmesh.services.coordinator.core.facts import PayloadRef, Reward, RewardOutcome, SampleMeta, StepSpan
 from rollmesh.services.coordinator.mesh_description import MeshDescriber, MeshDescription
-from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodesNotServed, MeshError, UnknownEpisode
+from rollmesh.shared.errors import (
+    EpisodeConflict,
+    EpisodeLost,
+    EpisodeOver,
+    EpisodesNotServed,
+    MeshError,
+    UnknownEpisode,
+)
 from rollmesh.v1 import coordinator_pb2, types_pb2
 
 from .core_run import CoreRun
@@ -60,9 +67,33 @@ def ended(run: CoreRun, lease: i.EpisodeLease, rewards: Mapping[str, float]) -> 
     return episodes.check_result(result, rewards)
 
 
+def lease_of(run: CoreRun, key: str, search: episodes.Search | None = None) -> str:
+    search = search or episodes.Search(key, 0)
+    search.task(run.core.state)
+    return search.lease(run.core.state)
+
+
+def test_a_later_read_looks_only_at_new_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = leased("a", batch_groups=1)
+    submit(run, task("b"))
+    search = episodes.Search("b", 0)
+    assert lease_of(run, "b", search) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(episodes, "_group_of", None)
+        assert lease_of(run, "b", search) == ""
+        (lease,) = run.ask(i.AcquireRollouts, node_id="w", num_max=8, wait_s=0.0).leases
+        seen = []
+        patch.setattr(episodes, "_is_of", lambda group, key: seen.append(group.group) or group.task.task_id == key)
+        assert lease_of(run, "b", search) == lease_of(run, "b", search) == lease.lease_id
+        assert seen == [lease.group]
+    report(run, lease, reason="NOT_USED")
+    with pytest.raises(EpisodeOver):
+        lease_of(run, "b", search)
+
+
 def test_the_end_of_a_scored_episode_is_known_after_its_samples_are_trained() -> None:
     run, (lease, other) = leased("a", "b")
-    assert episodes.lease_of(run.core.state, "a", 0) == lease.lease_id
+    assert lease_of(run, "a") == lease.lease_id
     assert episodes.result_of(run.core.state, lease.lease_id) is None
     for one in (lease, other):
         report(run, one, {"liked": 0.5})
@@ -92,7 +123,7 @@ def test_an_episode_without_samples_ends_with_the_reason_of_its_report() -> None
 def test_a_lost_attempt_is_not_the_next_one() -> None:
     run, (lease,) = leased("a")
     report(run, lease, outcome=m.EpisodeOutcome.INFRA_FAILURE, cause="engine: gone")
-    assert episodes.lease_of(run.core.state, "a", 0) == ""
+    assert lease_of(run, "a") == ""
     with pytest.raises(EpisodeLost, match="engine: gone"):
         episodes.result_of(run.core.state, lease.lease_id)
     acquired: i.Acquired = run.ask(i.AcquireRollouts, node_id="w", num_max=1, wait_s=0.0)

@@ -58,28 +58,25 @@ class Applications:
         """Return the served episode of a key. Raises EpisodeOver, RunEnded, what `check_agent` raises for its task, and
         NotReady if no worker serves it within `wait_s`."""
 
-        def read(core: Core, _: LedgerHead) -> run_pb2.OpenEpisodeResponse | str:
-            """Return the episode, or what it waits for."""
-            task = episodes.task_of(core.state, key)
-            if task is not None:
-                check_agent(task)
-            lease_id = episodes.lease_of(core.state, key, index)
-            served = self._served.get(driver, {}).get(lease_id)
-            if served is not None:
-                return served.answer
-            return "its worker" if lease_id else core.why_no_work()
+        search = episodes.Search(key, index)
 
-        answer = await driver.read(read)
+        def read(core: Core, _: LedgerHead) -> run_pb2.OpenEpisodeResponse | None:
+            if (task := search.task(core.state)) is not None:
+                check_agent(task)
+            served = self._served.get(driver, {}).get(search.lease(core.state))
+            return served.answer if served is not None else None
+
         with suppress(TimeoutError):
             async with time_limit(self._clock, wait_s), aclosing(driver.watch(read, interval_s=INTERVAL_S)) as answers:
-                while isinstance(answer, str):
-                    answer = await anext(answers)
-        if isinstance(answer, str):
-            raise NotReady(
-                f"no worker serves the episode of key {key!r} yet: it waits for {answer}; repeat the call",
-                run=driver.run,
-            )
-        return answer
+                async for answer in answers:
+                    if answer is not None:
+                        return answer
+        if (answer := await driver.read(read)) is not None:
+            return answer
+        why = await driver.read(lambda core, _: "its worker" if search.lease(core.state) else core.why_no_work())
+        raise NotReady(
+            f"no worker serves the episode of key {key!r} yet: it waits for {why}; repeat the call", run=driver.run
+        )
 
     async def serve(
         self, driver: RunDriver, lease_id: str, request: coordinator_pb2.ServeEpisodeRequest, wait_s: float

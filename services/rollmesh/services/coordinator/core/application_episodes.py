@@ -6,6 +6,7 @@ Pure reads: an episode is opened by the submission of its task, and ends with th
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import takewhile
 
 from rollmesh.services.coordinator.core.facts import Purpose, SampleEnd, Task
 from rollmesh.services.coordinator.core.state import (
@@ -47,20 +48,48 @@ def task_of(state: State, key: str) -> Task | None:
     return task
 
 
-def lease_of(state: State, key: str, index: int) -> str:
-    """Return the lease under which a worker holds the episode; empty while none does. Raises EpisodeOver if it has
-    ended, and RunEnded if no worker will get it."""
-    group = _group_of(state, key)
-    _check_index(index, len(group.episodes) if group is not None else state.the_spec.group_size)
-    if group is None:
-        if why := state.ended or state.stopping:
-            raise RunEnded(f"run {state.the_spec.run} has ended: {why}; no worker serves the episode of key {key!r}")
-        return ""
-    episode = group.episodes[f"{group.group}.{index}"]
-    if episode.status in _ENDED:
-        result = state.episode_results.get(episode.episode)
-        raise _over(key, (result.end if result is not None else "") or "scored")
-    return episode.lease_id if episode.status is EpisodeStatus.LEASED else ""
+class Search:
+    """Finds the lease of an episode in a state that is read repeatedly, for many applications at once. The first read
+    looks at all groups and waiting tasks, and a later one only at the groups that are new, because a task waits until
+    it gets a group."""
+
+    def __init__(self, key: str, index: int) -> None:
+        self._key = key
+        self._index = index
+        self._group = ""
+        self._num_groups: int | None = None
+        """Number of groups at the last read; None before the first one."""
+
+    def task(self, state: State) -> Task | None:
+        """Return the task, as `task_of`; None also if nothing has changed since the last read."""
+        if self._num_groups is None or (self._group and self._group not in state.groups):
+            task, group = task_of(state, self._key), _group_of(state, self._key)
+        elif self._group:
+            return None
+        else:
+            new = takewhile(lambda group: group.number >= (self._num_groups or 0), reversed(state.groups.values()))
+            group = next((one for one in new if _is_of(one, self._key)), None)
+            task = group.task if group is not None else None
+        self._num_groups = state.num_groups
+        self._group = group.group if group is not None else ""
+        return task
+
+    def lease(self, state: State) -> str:
+        """Return the lease under which a worker holds the episode of the task that `task` found; empty while none does.
+        Raises EpisodeOver if it has ended, and RunEnded if no worker will get it."""
+        group, index = state.groups.get(self._group), self._index
+        _check_index(index, len(group.episodes) if group is not None else state.the_spec.group_size)
+        if group is None:
+            if why := state.ended or state.stopping:
+                raise RunEnded(
+                    f"run {state.the_spec.run} has ended: {why}; no worker serves the episode of key {self._key!r}"
+                )
+            return ""
+        episode = group.episodes[f"{group.group}.{index}"]
+        if episode.status in _ENDED:
+            result = state.episode_results.get(episode.episode)
+            raise _over(self._key, (result.end if result is not None else "") or "scored")
+        return episode.lease_id if episode.status is EpisodeStatus.LEASED else ""
 
 
 def result_of(state: State, lease_id: str) -> EpisodeResult | None:
@@ -118,8 +147,12 @@ def _over(name: str, end: str) -> EpisodeOver:
 
 def _group_of(state: State, key: str) -> GroupState | None:
     """Return the newest group of a submitted task."""
-    found = (group for group in state.groups.values() if group.task.task_id == key and _is_open_to_clients(group))
+    found = (group for group in state.groups.values() if _is_of(group, key))
     return max(found, key=lambda group: group.number, default=None)
+
+
+def _is_of(group: GroupState, key: str) -> bool:
+    return group.task.task_id == key and _is_open_to_clients(group)
 
 
 def _episode(state: State, name: str) -> EpisodeState | None:
