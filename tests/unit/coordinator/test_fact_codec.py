@@ -16,7 +16,7 @@ from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.core import records
 from rollmesh.services.coordinator.core.apply import apply
 from rollmesh.services.coordinator.core.state import State
-from rollmesh.shared.config.settings import plain
+from rollmesh.shared.config.settings import SettingError, plain
 from rollmesh.shared.domain.formats import NewerFormat
 from rollmesh.shared.domain.ledger_head import RECORD_FORMAT
 from rollmesh.shared.domain.plans import SamplingOverrides, Variant
@@ -179,6 +179,18 @@ def test_a_spec_that_cannot_work_is_a_value_error() -> None:
     message = run_pb2.CreateRunRequest(spec=events_pb2.RunSpec(run="r", beyond=events_pb2.BOUND_POLICY_DROP)).spec
     with pytest.raises(ValueError, match="`batch_groups` must be in"):
         fact_codec.decode(records.RunSpec, message)
+
+
+@pytest.mark.parametrize("text", ["9" * 5000, "9" * 18, "-1", "", "Unlimited", "\u0661"])
+def test_a_bound_that_is_no_number_in_range_is_an_error_of_its_field(text: str) -> None:
+    log = events_pb2.ReplaySpec(max_staleness=text, share=0.5, capacity_groups=4, capacity_bytes=4, priority="fifo")
+    for type_, message in (
+        (records.ReplaySpec, log),
+        (records.ForeignSource, events_pb2.ForeignSource(source="peer", max_age=text, share=0.5)),
+    ):
+        with pytest.raises(SettingError, match="whole number in .* or unlimited, got") as wrong:
+            fact_codec.decode(type_, message)
+        assert len(str(wrong.value)) < 300
 
 
 def test_a_decoded_value_is_stored_by_a_snapshot_as_the_original() -> None:

@@ -152,12 +152,16 @@ def _tuple(name: str, item: Any) -> _Field:
     return _Field(name, put, get)
 
 
+_DIGITS_MAX = 18
+"""Most digits of a number. `int` raises ValueError for a text of thousands, which is no number of a setting."""
+
+
 def _number_or_word(name: str) -> _Field:
     """A whole number or a word, whose text the message has."""
 
     def get(message: Message) -> int | str:
         text: str = getattr(message, name)
-        return int(text) if text.isascii() and text.isdigit() else text
+        return int(text) if text.isascii() and text.isdigit() and len(text) <= _DIGITS_MAX else text
 
     return _Field(name, lambda m, v: setattr(m, name, str(v)), get)
 

@@ -65,7 +65,7 @@ def _check_bound(field: str, value: object, least: int) -> None:
     """Check a bound without a default. Raises SettingError."""
     if value != UNLIMITED and not (isinstance(value, int) and least <= value <= _BOUND_MAX):
         must = f"must be a whole number in [{least}, {_BOUND_MAX}] or unlimited"
-        raise SettingError(field, f"{must}, got {value!r}; it has no default")
+        raise SettingError(field, f"{must}, got {value!r:.100}; it has no default")
 
 
 _ROUNDING = 1e-9
