@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from rollmesh.client.calls import RunCalls
 from rollmesh.v1 import run_pb2
@@ -21,7 +21,8 @@ class OpenEpisode:
     lease_id: str
     """Names it for `Run.finish_episode`, also in another process."""
     base_url: str
-    api_key: str
+    api_key: str = field(repr=False)
+    """A secret, so that it is not in the text of the object, as in a log line."""
     model: str
     idle_s_max: float
     """Time in which its first request has to begin, in seconds."""
