@@ -15,6 +15,7 @@ import pytest_asyncio
 
 import rollmesh.v1.run_pb2
 from rollmesh.services.coordinator.core.facts import StepSpan
+from rollmesh.services.coordinator.core.fleet import Fleet
 from rollmesh.shared.errors import Code, MeshError, NotReady, RunEnded
 from rollmesh.shared.rpc.status import typed_errors
 from rollmesh.v1 import coordinator_pb2, events_pb2, types_pb2, weights_pb2
@@ -822,7 +823,7 @@ ELSEWHERE = {
     ): "test_application_episodes: it takes a configuration",
     ("StreamSamples", "DATA_LOSS", "PAYLOAD_LOST"): "test_export",
     ("SubmitSamples", "FAILED_PRECONDITION", "TOKENIZER_MISMATCH"): "test_submitted_samples",
-    ("SubmitSamples", "UNAVAILABLE", "NOT_READY"): "test_sample_checks",
+    ("SubmitSamples", "UNAVAILABLE", "NOT_READY"): "below: it takes an older node",
     ("SubmitTasks", "UNAVAILABLE", "NOT_READY"): "test_submitted_tasks",
 }
 """Promised errors that other tests bring about."""
@@ -934,3 +935,15 @@ async def test_a_run_that_is_created_again_has_no_served_episode_of_the_deleted_
     with pytest.raises(NotReady):
         await open_episode(mesh, wait_s=0.1)
     assert not (await announce(mesh, again)).finished
+
+
+async def test_calls_that_an_older_node_does_not_know_may_be_repeated_after_its_upgrade(
+    shared_mesh: MeshParts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = await shared_mesh.another_run("older-node")
+    _, lease_id = await served(mesh)
+    monkeypatch.setattr(Fleet, "knows", lambda fleet, protocol: False)
+    with pytest.raises(NotReady, match="upgrade all nodes"):
+        await end_episode(mesh, lease_id, liked=1.0)
+    with pytest.raises(NotReady, match="upgrade all nodes"):
+        await give(mesh, "k")

@@ -11,6 +11,7 @@ from rollmesh.services.coordinator.core.decision_context import CancelEpisodes
 from rollmesh.services.coordinator.core.fleet import NodeKind
 from rollmesh.services.coordinator.fleet_keeper import FleetKeeper
 from rollmesh.services.coordinator.translate import to_wire
+from rollmesh.shared.domain.protocol import PROTOCOL
 from rollmesh.shared.errors import HashMismatch, MeshError, NotReady, UnknownBlob
 from rollmesh.shared.rpc.access import Access
 from rollmesh.shared.rpc.channel import MeshChannel, connected_address, open_channel
@@ -65,8 +66,15 @@ class Outgoing:
 
     async def environment_rewards(self, run: str) -> list[str]:
         """Return the names of the rewards that the run's scorers take from the environment. Raises NotReady if no
-        reward node has joined."""
-        return sorted({name for scorer in await self._scorers(run) for name in scorer.environment_rewards})
+        reward node has joined, and if one may be too old to list them."""
+        names = sorted({name for scorer in await self._scorers(run) for name in scorer.environment_rewards})
+        if not names and not self._keeper.fleet.knows(PROTOCOL):
+            raise NotReady(
+                f"a node has a protocol below {PROTOCOL}, whose reward service does not list the rewards of the "
+                "environment; upgrade all nodes (`rollmesh status` lists them), then repeat the call",
+                run=run,
+            )
+        return names
 
     async def _scorers(self, run: str) -> Sequence[reward_pb2.ScorerInfo]:
         stub: reward_pb2_grpc.RewardServiceAsyncStub = reward_pb2_grpc.RewardServiceStub(
