@@ -153,7 +153,7 @@ def _tuple(name: str, item: Any) -> _Field:
 
 
 _DIGITS_MAX = 18
-"""Most digits of a number. `int` raises ValueError for a text of thousands, which is no number of a setting."""
+"""Most digits of a number. `int` raises ValueError for a text of thousands of digits."""
 
 
 def _number_or_word(name: str) -> _Field:
