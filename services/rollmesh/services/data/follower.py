@@ -124,6 +124,7 @@ class RunFollower:
         """Return `RunDraws.positions` of a state that contains `ledger_position`. Raise CatchingUp after the
         timeout."""
         await self._caught_up(ledger_position)
+        await asyncio.to_thread(self._draws.selector(policy).prepare, first_draw, num)
         return self._draws.positions(policy, first_draw, num)
 
     async def snapshot(self) -> tuple[bytes, int]:

@@ -58,6 +58,10 @@ class Selector(Plugin):
         """Return the pool position of draw `index` (0-based). `in_flight` are drawn positions without a result yet."""
         raise NotImplementedError
 
+    def prepare(self, first: int, num: int) -> None:
+        """Compute what draws [first, first + num) need, if that takes long. It runs in a thread before `draw`, which
+        MUST return the same positions without it."""
+
     @required
     def observe(self, result: GroupResult) -> None:
         """Fold the result of one group into the state."""
