@@ -101,7 +101,7 @@ class Command:
     def __init__(self, log: Path, *arguments: str) -> None:
         self.log = log
         self._has_begun = False
-        self._heard = threading.Event()
+        self._received = threading.Event()
         """Set when its run has begun, or when its output has ended."""
         command = [sys.executable, "-m", "rollmesh.cli", *arguments]
         self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -115,12 +115,12 @@ class Command:
                 file.write(line)
                 if line.startswith(RESPONDS):
                     self._has_begun = True
-                    self._heard.set()
-        self._heard.set()
+                    self._received.set()
+        self._received.set()
 
     def until_it_responds(self) -> None:
         """Wait until its run has begun. Raises RuntimeError with the end of its log."""
-        self._heard.wait(START_S)
+        self._received.wait(START_S)
         if not self._has_begun:
             raise RuntimeError(f"the run has not begun within {START_S:g} s: {_end_of(self.log)}")
 
