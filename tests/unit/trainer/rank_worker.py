@@ -135,7 +135,7 @@ def make_trainer(case: str, ranks: Ranks) -> BatchTrainer:
     )
 
 
-def results_of(case: str, ranks: Ranks, updates: int = 5) -> dict[str, Any]:
+def results_of(case: str, ranks: Ranks, updates: int = 3) -> dict[str, Any]:
     """Return what the updates of a case have produced: results, weights, moments of the gradients, memory and
     log-probs."""
     trainer = make_trainer(case, ranks)
