@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from rollmesh.trainer import memory_plan, self_test, update
 from rollmesh.trainer.config import UpdateConfig
 from rollmesh.trainer.memory_plan import MemoryPlan, plan_folder
+from rollmesh.trainer.model_config import check_trainable
 from rollmesh.trainer.plugins import Plugins
-from rollmesh.trainer.self_test import ForwardChoice, check_trainable, choose_forward, prepare
+from rollmesh.trainer.self_test import ForwardChoice, choose_forward, prepare
 from rollmesh.trainer.spread_model import SpreadCopy
 
 PARAMETERS_MAX = 1 << 20
@@ -28,7 +29,7 @@ def _key(model: PreTrainedModel) -> object:
     weights = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         weights.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.device}".encode())
-        weights.update(tensor.detach().float().contiguous().numpy())
+        weights.update(tensor.detach().float().contiguous().numpy().tobytes())
     code = type(model), type(model).forward, model.__dict__.get("forward")
     return code, repr(model), model.config.to_json_string(use_diff=False), weights.hexdigest()
 
