@@ -237,6 +237,7 @@ def test_rows_with_a_shared_prefix_are_planned_with_one_mask_for_all_layers() ->
     assert plan(measured_peak.settings(shared_row_tokens=LENGTH // 2)).row_tokens == LENGTH
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("chunk_tokens", "precision", "length", "prompt_tokens"),
     [
