@@ -19,7 +19,7 @@ OUT_OF_RANGE = events_pb2.LedgerRecord(
 
 @pytest.mark.parametrize(
     ("payload", "cause"),
-    [(b"\xff", "cannot decode a LedgerRecord from 1 bytes"), (OUT_OF_RANGE, "`batch_groups` must be in")],
+    [(b"\xff", "cannot decode a LedgerRecord from 1 bytes"), (OUT_OF_RANGE, "`spec.batch_groups` must be in")],
     ids=["garbage", "out-of-range"],
 )
 def test_the_history_names_a_record_that_cannot_be_read(payload: bytes, cause: str) -> None:
