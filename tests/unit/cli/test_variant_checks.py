@@ -103,8 +103,14 @@ def test_variants_that_work_are_no_mistake_and_their_agents_are_used(tmp_path: P
                 "variant"
             ),
         ),
+        (
+            {"agent": "remote", "prefix": "It is "},
+            {"agents": AGENTS | {"remote": {"name": "url", "options": {"url": "http://127.0.0.1:9"}}}},
+            "run.variants[1]",
+            "`run.variants[1]`: the variant `b` must have no prefix, because its agent runs in a process",
+        ),
     ],
-    ids=["agent", "option", "range", "permission", "solution"],
+    ids=["agent", "option", "range", "permission", "solution", "prefix"],
 )
 def test_a_variant_that_cannot_work_is_named_by_its_key(
     tmp_path: Path, variant: dict[str, Any], rollout: dict[str, Any], key: str, why: str
