@@ -342,8 +342,12 @@ def test_a_plan_within_the_limits_is_taken_as_the_selector_made_it() -> None:
             {"variants": (PLAIN, HOT), "group_size": 3, "export_groups": 1, "updates_max": 0},
             "`variants` must be empty in a run that exports",
         ),
+        (
+            {"variants": (Variant(name="a", prefix_extra="solution", count=4),), "submitted_tasks": True},
+            r"`variants\[0\].prefix_extra` must be empty in a run whose tasks are submitted",
+        ),
     ],
-    ids=["sum", "name", "bytes", "export"],
+    ids=["sum", "name", "bytes", "export", "submitted"],
 )
 def test_the_variants_of_a_run_must_fit_its_groups(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingError, match=why):
