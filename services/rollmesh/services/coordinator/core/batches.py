@@ -298,8 +298,8 @@ def _too_large(
         f"the metadata of the batch of update {request.update} has {size} bytes "
         f"({count_of(len(grant.samples), 'sample')} in {count_of(len(grant.groups), 'group')}), expected at most "
         f"{request.bytes_max}: {outcome}lower `run.batch_groups` (now {spec.batch_groups}), `run.group_size` (now "
-        f"{spec.group_size}) or `geometry.amount`, let scorers return fewer rewards or shorter answers, or raise "
-        "`coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
+        f"{spec.group_size}), the sizes that the selector plans or `geometry.amount`, let scorers return fewer rewards "
+        "or shorter answers, or raise `coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
         bytes=size,
         bytes_max=request.bytes_max,
     )
