@@ -214,8 +214,8 @@ def test_agents_with_the_options_of_a_variant_are_made_once_and_are_bounded(fold
     ("variant", "why"),
     [
         (
-            Variant(name="a", agent="nobody"),
-            "agent `nobody` of the variant `a` is not configured; known: mine, remote; add it",
+            Variant(name="a", agent="absent"),
+            "agent `absent` of the variant `a` is not configured; known: mine, remote; add it",
         ),
         (
             Variant(name="a", agent="mine", options={"turn": 3}),

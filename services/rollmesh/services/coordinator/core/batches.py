@@ -299,7 +299,7 @@ def _too_large(
         f"({count_of(len(grant.samples), 'sample')} in {count_of(len(grant.groups), 'group')}), expected at most "
         f"{request.bytes_max}: {outcome}lower `run.batch_groups` (now {spec.batch_groups}), `run.group_size` (now "
         f"{spec.group_size}), the sizes that the selector plans or `geometry.amount`, let scorers return fewer rewards "
-        "or shorter answers, or raise `coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
+        "or shorter answers, or raise `coordinator.server.message_bytes_max` if it is below that of clients, 8 MiB",
         bytes=size,
         bytes_max=request.bytes_max,
     )
