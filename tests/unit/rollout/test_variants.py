@@ -134,6 +134,15 @@ async def test_a_hint_ends_the_last_user_message_and_a_prefix_begins_the_answer_
     assert (said.role, said.content) == ("assistant", "It is <answer>3</answer>")
 
 
+async def test_an_episode_with_a_prefix_draws_the_same_random_numbers_as_one_without() -> None:
+    mesh = mesh_with()
+    for number, variant in enumerate((Variant(name="a"), Variant(name="b", prefix="It is ", hint="Add."))):
+        await mesh.runner(Seen()).run(lease(variant=variant, seed=7, lease_id=f"l{number}"))
+    seeds = [episode.sampling_params[0].seed for episode in mesh.samples.episodes]
+    assert len(seeds) == 2
+    assert len(set(seeds)) == 1
+
+
 async def test_a_tool_call_that_begins_in_the_prefix_is_executed() -> None:
     said = iter(["1+2</tool_call><|end|>", "<answer>3</answer><|end|>"])
     mesh = LocalMesh(script=lambda text: next(said), functions={"call": {"1+2": "3"}.__getitem__})

@@ -193,6 +193,7 @@ class EpisodeRunner:
             if texts.prefix:
                 env.append(env.encode(texts.prefix), role=Role.ACTION, source=Source.HINT)
                 state.prefix = len(state.recorder.segments) - 1
+                state.recorder.keep_draws(state.prefix)
             if not env.tokens_left:
                 raise InvalidInput(
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
