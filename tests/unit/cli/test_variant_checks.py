@@ -128,6 +128,11 @@ def test_the_agents_of_all_tasks_are_checked_without_an_agent_of_the_variant(tmp
     assert "do not suit its agent `single_turn`" in found[0][1], "opener has the option, single_turn has not"
 
 
+def test_agents_without_training_tasks_are_not_checked(tmp_path: Path) -> None:
+    write(tmp_path, "opener", "opener")  # the task of the evaluation has the default agent
+    assert mistakes(tmp_path, config({"name": "a"}, {"name": "b", "options": {"share_min": 0.1}})) == []
+
+
 @pytest.mark.parametrize(
     ("variants", "why"),
     [

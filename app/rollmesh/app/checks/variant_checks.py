@@ -27,8 +27,8 @@ def variant_mistakes(config: MeshConfig, base_dir: Path, tasks: TaskSurvey) -> I
                 key=f"{key}.agent",
             )
             continue
-        of_tasks = {"", *(name for name in tasks.by_agent if name in rollout.agents)}
-        for name in [variant.agent] if variant.agent else sorted(of_tasks):
+        of_tasks = {task.agent for task in tasks.by_agent.values() if task.split == Split.TRAIN} or {""}
+        for name in [variant.agent] if variant.agent else sorted(of_tasks & {"", *rollout.agents}):
             try:
                 with_prefix = variant.prefix or variant.prefix_extra
                 agent = agent_with(rollout, name, variant, base_dir) if variant.options or with_prefix else None
