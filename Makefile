@@ -20,6 +20,8 @@ BUF := .tools/node_modules/.bin/buf
 export OMP_NUM_THREADS := 1
 export OMP_WAIT_POLICY := PASSIVE
 export ROUNDS SEED PARALLEL PROCESSES ETA UPDATES NUM
+# Tests start hundreds of processes. Without cached bytecode each one compiles every module of rollmesh that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup setup-vllm demo test suite check docs protos verify bench clean
 

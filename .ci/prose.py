@@ -42,7 +42,7 @@ RULES = (
     (r"\bst(an|oo)ds? still\b", "is stalled, is stopped"),
     (r"\bgo(es)? on (with|after|from|at|by|again)\b", "resumes, continues"),
     (r'"""(Of|Who|Whom|Whose|Those|Whoever)\b', "start with a noun phrase, a sentence or an imperative"),
-    (r"^\s*// [A-Z][a-z]+\.$", "meaning, unit, writer, absence"),
+    (r"^[ \t]*// [A-Z][a-z]+\.$", "meaning, unit, writer, absence"),
     (
         r"\b(behaviour|colour|favour|neighbour|judgement|catalogue|centre|learnt|spelt)\w*",
         "American spelling: behavior, color, favor, neighbor, judgment, catalog, center, learned, spelled",
@@ -85,6 +85,11 @@ ALLOWED: tuple[tuple[str, str, str], ...] = (
 """Exceptions: (expression for the file, expression for the line, reason)."""
 
 
+_PATTERNS = [(re.compile(rule, re.MULTILINE), words) for rule, words in RULES]
+_ALLOWED = [(re.compile(file), re.compile(line)) for file, line, _ in ALLOWED]
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+")
+
+
 def tracked_files(paths: list[str]) -> list[str]:
     found = subprocess.run(["git", "ls-files", "-z", "--", *paths], capture_output=True, text=True, check=True).stdout
     files = (name for name in found.split("\0") if name.endswith((".py", ".md", ".proto", ".yaml")))
@@ -96,7 +101,7 @@ def is_doc(name: str) -> bool:
 
 
 def is_allowed(name: str, line: str) -> bool:
-    return any(re.fullmatch(file, name) and re.search(text, line) for file, text, _ in ALLOWED)
+    return any(file.fullmatch(name) and text.search(line) for file, text in _ALLOWED)
 
 
 def identifiers(text: str) -> Iterator[tuple[int, str]]:
@@ -112,19 +117,19 @@ def identifiers(text: str) -> Iterator[tuple[int, str]]:
 def findings(name: str) -> Iterator[tuple[int, str, str]]:
     """(line number, expression, words to use)."""
     text = Path(name).read_text(encoding="utf-8")
-    lines = text.splitlines()
+    lines = text.split("\n")
     for number, identifier in identifiers(text) if name.endswith(".py") else ():
-        for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", identifier):
+        for word in _WORD.findall(identifier):
             if word.lower() in IDENTIFIERS and not is_allowed(name, lines[number - 1]):
                 yield number, identifier, IDENTIFIERS[word.lower()]
-    for number, line in enumerate(lines, start=1):
-        if is_allowed(name, line):
-            continue
-        for rule, words in RULES:
-            if match := re.search(rule, line):
+    for pattern, words in _PATTERNS:
+        for match in pattern.finditer(text):
+            number = text.count("\n", 0, match.start()) + 1
+            if not is_allowed(name, lines[number - 1]):
                 yield number, match[0].strip(), words
+    for number, line in enumerate(lines if is_doc(name) else (), start=1):
         can_wrap = not line.startswith("|") and " " in line.strip()  # unlike a row of a table, or one long name
-        if is_doc(name) and len(line) > COLUMNS_MAX and can_wrap:
+        if len(line) > COLUMNS_MAX and can_wrap and not is_allowed(name, line):
             yield number, f"{len(line)} columns", f"wrap at {COLUMNS_MAX}"
 
 

@@ -16,7 +16,7 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import mean
@@ -29,6 +29,10 @@ SEEDS = (0, 1, 2)
 UPDATES = 24
 WEAK = ("made_model.warm_start.target_success=0.2",)
 START_S = 600.0
+LOG_S = 10.0
+"""Time for which the last lines of a command that has exited are awaited, in seconds."""
+RESPONDS = b"live page: "
+"""Begin of the line of `rollmesh train` once the gateway has sent a state of the run."""
 
 
 def run(quick: bool) -> Report:
@@ -61,13 +65,13 @@ def _arm(folder: Path, strong: Path, weak: Path, seed: int, updates: int, *, sha
     keys = ("made_model=null", f"run.seed={seed}", "run.max_staleness=2")
     with ExitStack() as stack:
 
-        def begin(name: str, *arguments: str) -> subprocess.Popen[bytes]:
-            process = _command(folder / f"{name}.log", *arguments)
-            stack.callback(_stop, process)
-            return process
+        def begin(name: str, *arguments: str) -> Command:
+            command = Command(folder / f"{name}.log", *arguments)
+            stack.callback(command.close)
+            return command
 
         ends = ("run.updates_max=100000", "run.eval_every=0")
-        begin(
+        source = begin(
             "strong", "train", str(CONFIG), f"model={strong}", "--out", str(folder / "strong"), "--json", *keys, *ends
         )
         target = begin(
@@ -76,11 +80,10 @@ def _arm(folder: Path, strong: Path, weak: Path, seed: int, updates: int, *, sha
             *keys, "--out", str(folder / "weak"), "--json",
         )  # fmt: skip
         if shares:
-            _wait_for_runs(folder)
+            source.until_it_responds()
+            target.until_it_responds()
             begin("exchange", "exchange", str(folder / "strong"), str(folder / "weak"), "--mesh", "strong", "--json")
-        target.wait(TIMEOUT_S)
-    if target.returncode:
-        raise RuntimeError(f"the weak node exited with {target.returncode}: {_end_of(folder / 'weak.log')}")
+        target.finish()
     lines = [json.loads(line) for line in (folder / "weak" / "series.jsonl").read_text().splitlines()]
     evals = sorted((line for line in lines if "success" in line), key=lambda line: line["step"])
     before, after = evals[0]["success"], evals[-1]["success"]
@@ -92,24 +95,44 @@ def _arm(folder: Path, strong: Path, weak: Path, seed: int, updates: int, *, sha
     return {"before": before, "after": after, "rise": after - before, "peer samples": peers}
 
 
-def _wait_for_runs(folder: Path) -> None:
-    """Wait until both runs have a folder with a token, which an exchange reads."""
-    end_s = time.monotonic() + START_S
-    while missing := [name for name in ("strong", "weak") if not (folder / name / "token").is_file()]:
-        if time.monotonic() > end_s:
-            said = _end_of(folder / f"{missing[0]}.log")
-            raise RuntimeError(f"the {missing[0]} node has not started within {START_S:g} s: {said}")
-        time.sleep(0.5)
+class Command:
+    """A command of rollmesh, whose output goes to a log."""
 
+    def __init__(self, log: Path, *arguments: str) -> None:
+        self.log = log
+        self._has_begun = False
+        self._received = threading.Event()
+        """Set when its run has begun, or when its output has ended."""
+        command = [sys.executable, "-m", "rollmesh.cli", *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._copying = threading.Thread(target=self._copy, name=f"log of {log.stem}", daemon=True)
+        self._copying.start()
 
-def _command(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    with log.open("wb") as file:
-        return subprocess.Popen([sys.executable, "-m", "rollmesh.cli", *arguments], stdout=file, stderr=file)
+    def _copy(self) -> None:
+        assert self._process.stdout is not None, "it is a pipe"
+        with self.log.open("wb", buffering=0) as file:
+            for line in self._process.stdout:  # until it and its processes have closed the pipe
+                file.write(line)
+                if line.startswith(RESPONDS):
+                    self._has_begun = True
+                    self._received.set()
+        self._received.set()
 
+    def until_it_responds(self) -> None:
+        """Wait until its run has begun. Raises RuntimeError with the end of its log."""
+        self._received.wait(START_S)
+        if not self._has_begun:
+            raise RuntimeError(f"the run has not begun within {START_S:g} s: {_end_of(self.log)}")
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    process.wait(TIMEOUT_S)
+    def finish(self) -> None:
+        """Wait for its end. Raises RuntimeError with the end of its log if it failed."""
+        if code := self._process.wait(TIMEOUT_S):
+            raise RuntimeError(f"{self.log.stem} exited with {code}: {_end_of(self.log)}")
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(TIMEOUT_S)
+        self._copying.join(LOG_S)
 
 
 def _end_of(log: Path) -> str:

@@ -7,7 +7,8 @@ the modules.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator
+import sys
+from collections.abc import Generator, Iterator
 
 import pytest
 
@@ -22,3 +23,18 @@ def pytest_collection() -> Generator[None, object, object]:
     gc.freeze()
     collect_rarely()
     return result
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembered() -> Iterator[None]:
+    """Test the forward of equal models, and plan the memory of equal configurations, once per process. Without it, the
+    self-test takes most of the time of a trainer that makes one update.
+
+    The tests of both call the functions that they have imported, which are not replaced.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in sys.modules:
+            from tests import remembered_checks
+
+            remembered_checks.install(patch)
+        yield

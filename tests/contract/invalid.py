@@ -232,3 +232,9 @@ def _rest(trainer: Trainer, run: Any) -> Iterator[tuple[Any, ...]]:
         large.episodes[-1].key.episode = str(number)
     yield "submit a group that is too large", run.SubmitSamples, large, INVALID, *_closed(trainer)
     yield "submit samples without a bound", run.SubmitSamples, samples(human), "SAMPLES_NOT_ACCEPTED"
+
+    yield "open an episode without a key", run.OpenEpisode, pb.OpenEpisodeRequest(run=name), INVALID
+    opening = pb.OpenEpisodeRequest(run=name, key="k")
+    yield "open an episode of the data service", run.OpenEpisode, opening, "TASKS_NOT_ACCEPTED", "EPISODES_NOT_SERVED"
+    ending = pb.FinishEpisodeRequest(run=name, lease_id="g0.0#1")
+    yield "end an episode of an agent", run.FinishEpisode, ending, "UNKNOWN_EPISODE"

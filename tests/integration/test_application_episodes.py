@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -12,9 +13,10 @@ import aiohttp
 import msgspec
 import pytest
 
-from rollmesh.client import Client, OpenEpisode, Run
+from rollmesh.client import BatchSample, Client, OpenEpisode, Run
 from rollmesh.mesh import Mesh, MeshConfig
 from rollmesh.mesh.mesh import create_run
+from rollmesh.services.coordinator import applications
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
@@ -22,10 +24,18 @@ from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.rollout.agents.application import DISCARDED, NOT_USED, REWARD_LATE
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
-from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, EpisodesNotServed, InvalidInput
-from rollmesh.v1 import types_pb2
+from rollmesh.shared.errors import (
+    EpisodeConflict,
+    EpisodeLost,
+    EpisodeOver,
+    EpisodesNotServed,
+    InvalidInput,
+    UnknownLease,
+)
+from rollmesh.v1 import coordinator_pb2, run_pb2, types_pb2
 
 from ..chaos.world import mesh_config, save_model_folder
+from .coordinator_mesh import CONFIG, coordinator_mesh
 from .external_trainer_mesh import ROOT, finish, mesh_without_learner, write_weights
 from .test_mesh import Operator
 
@@ -101,7 +111,8 @@ async def finish_elsewhere(mesh: Mesh, leases: Sequence[str]) -> None:
 async def test_two_turns_of_an_application_reach_the_trainer_with_a_reward_that_came_later(
     tmp_path: Path, model: Path
 ) -> None:
-    leases, seen, weights = [], {}, write_weights(tmp_path / "weights.safetensors")
+    leases, weights = [], write_weights(tmp_path / "weights.safetensors")
+    seen: dict[str, BatchSample] = {}
     async with mesh_without_learner(config(model), tmp_path / "run") as mesh, client_of(mesh) as run:
         operator = Operator(mesh)
         await create_run(mesh.layout)
@@ -227,7 +238,45 @@ async def test_the_time_limit_of_an_episode_drops_it_and_is_no_failed_attempt(tm
 async def test_the_example_chats_and_rates_each_chat(tmp_path: Path, model: Path) -> None:
     async with Mesh(config(model), run_dir=tmp_path / "run") as mesh:
         operator = Operator(mesh)
-        command = [sys.executable, EXAMPLE / "application.py", mesh.gateway_address, mesh.layout.run_dir, mesh.run, "4"]
+        command: list[str | Path] = [
+            sys.executable,
+            EXAMPLE / "application.py",
+            mesh.gateway_address,
+            mesh.layout.run_dir,
+            mesh.run,
+            "4",
+        ]
         output = await finish(command, limit_s=60)
         assert output.count("rated") == 4, output
         await operator.until(lambda state: state.policies[0].applied_step == 2)
+
+
+async def test_each_side_gets_what_it_waits_for_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also an application whose episode no worker has when it opens it. The test is the worker."""
+    monkeypatch.setattr(applications, "INTERVAL_S", 0.0)  # nothing is read by chance after it was announced
+    limits = msgspec.structs.replace(CONFIG.run, watch_idle_s=60.0)
+    made = msgspec.structs.replace(CONFIG, run=limits)
+    async with coordinator_mesh(tmp_path, made) as mesh, asyncio.timeout(20):
+        await mesh.begin(submitted_tasks=True, group_size=1)
+        opening = run_pb2.OpenEpisodeRequest(run=mesh.name, key="a", wait_s=40.0)
+        open_episode = asyncio.ensure_future(mesh.call(mesh.run.OpenEpisode, opening))
+        (lease,) = await mesh.acquire(num_max=1)
+        served = run_pb2.OpenEpisodeResponse(base_url="http://worker/v1", api_key="rm-1", idle_s_max=3.0)
+        request = coordinator_pb2.ServeEpisodeRequest(
+            node_id=mesh.worker, lease_id=lease.lease_id, served=served, wait_s=40.0
+        )
+        other = coordinator_pb2.ServeEpisodeRequest()
+        other.CopyFrom(request)
+        other.node_id = "another-worker"
+        with pytest.raises(UnknownLease):
+            await mesh.call(mesh.coordinator.ServeEpisode, other)
+        serving = asyncio.ensure_future(mesh.call(mesh.coordinator.ServeEpisode, request))
+        opened = await open_episode
+        assert (opened.base_url, opened.api_key, opened.idle_s_max) == (served.base_url, served.api_key, 3.0)
+        finishing = run_pb2.FinishEpisodeRequest(run=mesh.name, lease_id=opened.lease_id)
+        finish_episode = asyncio.ensure_future(mesh.call(mesh.run.FinishEpisode, finishing))
+        assert await serving == coordinator_pb2.ServeEpisodeResponse(finished=True)
+        report = coordinator_pb2.EpisodeReport(lease_id=lease.lease_id, key=lease.key)
+        report.outcome, report.failure.reason = coordinator_pb2.EPISODE_OUTCOME_COMPLETED, DISCARDED
+        assert await mesh.report([report]) == [""]
+        assert not (await finish_episode).sample_ids

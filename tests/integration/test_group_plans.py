@@ -8,18 +8,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from msgspec import to_builtins
+from msgspec.structs import replace
 
+from rollmesh.mesh import Mesh
 from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.ledger import read_ledger
 from rollmesh.services.data.config import DataConfig
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.plans import SamplingOverrides, Variant
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import coordinator_pb2 as pb
 from rollmesh.v1 import types_pb2
 
+from ..chaos.world import mesh_config, save_model_folder
 from .coordinator_mesh import DATA, REWARD, ROLLOUT, MeshParts, coordinator_mesh, eventually
+from .test_mesh import Operator
 
 PLANNER = """
 from rollmesh.services.data.selector import Plan, SamplingOverrides, Selector, Variant
@@ -138,3 +144,34 @@ async def test_a_run_waits_for_a_plan_that_fits_and_names_the_cause(tmp_path: Pa
         await eventually(named)
         assert re.search(why, found), found
         assert not await reserved(mesh)
+
+
+@pytest.mark.timeout(120)
+async def test_a_whole_mesh_trains_groups_whose_episodes_have_variants_of_the_configuration(tmp_path: Path) -> None:
+    """Fake model and trainer, which compares each payload with its lease; everything else is real."""
+    variants = (
+        Variant(name="plain", count=2),
+        Variant(name="hot", sampling=SamplingOverrides(temperature=1.5, max_tokens=5), prefix="It is", role="risky"),
+        Variant(name="once", agent="once", hint="Answer at once."),
+    )
+    made = mesh_config(
+        save_model_folder(tmp_path / "model"), batch_groups=2, group_size=4, max_staleness=1, updates_max=3,
+        variants=[to_builtins(one) for one in variants],
+    )  # fmt: skip
+    rollout = replace(made.rollout, agents={"once": Extension("single_turn")})
+    async with Mesh(replace(made, rollout=rollout), run_dir=tmp_path / "run") as mesh:
+        operator = Operator(mesh)
+        await operator.finished()
+        facts, report = await operator.facts(), await operator.audit()
+    assert report.holds, report.to_text()
+    assert all(fact.variants == variants for fact in facts if isinstance(fact, f.GroupReserved))
+    scored = [fact for fact in facts if isinstance(fact, f.EpisodeScored)]
+    seen = {(int(fact.episode.rpartition(".")[2]), fact.samples[0].summary.variant) for fact in scored}
+    assert seen == {(0, "plain"), (1, "plain"), (2, "hot"), (3, "once")}
+    for fact in scored:
+        (sample,) = fact.samples
+        summary = sample.summary
+        assert summary.role == ("risky" if summary.variant == "hot" else "")
+        assert len(summary.turns) == (1 if summary.variant == "once" else 3)
+        if summary.variant == "hot":
+            assert max(turn.num_tokens for turn in summary.turns) <= 5

@@ -20,13 +20,15 @@ def both(scenario: Scenario) -> tuple[Result, Result]:
 @pytest.mark.parametrize(
     ("scenario", "share", "share_at_bound"),
     [
-        (Scenario(name="fast", eta=2, episode_s=lognormal(0.2, 0.5)), 0.65, 0.25),
-        (Scenario(name="fast", eta=4, episode_s=lognormal(0.2, 0.5)), 0.4, 0.1),
-        (Scenario(name="fast", eta=8, episode_s=lognormal(0.2, 0.5)), 0.3, 0.1),
-        (Scenario(name="heavy tail", eta=4, episode_s=pareto(0.4, 1.2, 8.0)), 0.65, 0.2),
-        (Scenario(name="filtered", eta=4, episode_s=MIDDLE, filtered=0.3), 0.7, 0.35),
+        (Scenario(name="fast", eta=2, episode_s=lognormal(0.2, 0.5), updates=UPDATES), 0.65, 0.25),
+        (Scenario(name="fast", eta=4, episode_s=lognormal(0.2, 0.5), updates=UPDATES), 0.4, 0.1),
+        (Scenario(name="fast", eta=8, episode_s=lognormal(0.2, 0.5), updates=UPDATES), 0.3, 0.1),
+        (Scenario(name="heavy tail", eta=4, episode_s=pareto(0.4, 1.2, 8.0), updates=UPDATES), 0.65, 0.2),
+        (Scenario(name="filtered", eta=4, episode_s=MIDDLE, filtered=0.3, updates=UPDATES), 0.7, 0.35),
         (
-            Scenario(name="background", eta=4, episode_s=MIDDLE, publish_s=0.2, waits_for_publication=False),
+            Scenario(
+                name="background", eta=4, episode_s=MIDDLE, publish_s=0.2, waits_for_publication=False, updates=UPDATES
+            ),
             0.6,
             0.15,
         ),

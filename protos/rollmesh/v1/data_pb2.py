@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollmesh.v1 import types_pb2 as rollmesh_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmesh/v1/data.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\x9f\x01\n\x10NextTasksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.rollmesh.v1.Purpose\x12\r\n\x05split\x18\x04 \x01(\t\x12\x12\n\nfirst_draw\x18\x05 \x01(\x03\x12\x0b\n\x03num\x18\x06 \x01(\x05\x12\x17\n\x0fledger_position\x18\x07 \x01(\x04\"[\n\tDrawnTask\x12\x0c\n\x04\x64raw\x18\x01 \x01(\x03\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12\x1f\n\x04plan\x18\x03 \x01(\x0b\x32\x11.rollmesh.v1.Plan\"P\n\x04Plan\x12\x0c\n\x04size\x18\x01 \x01(\x03\x12&\n\x08variants\x18\x02 \x03(\x0b\x32\x14.rollmesh.v1.Variant\x12\x12\n\npropensity\x18\x03 \x01(\x01\":\n\x11NextTasksResponse\x12%\n\x05tasks\x18\x01 \x03(\x0b\x32\x16.rollmesh.v1.DrawnTask\"\x1e\n\x0fSnapshotRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\":\n\x10SnapshotResponse\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\x17\n\x0fledger_position\x18\x02 \x01(\x04\",\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\"*\n\x0fRestoreResponse\x12\x17\n\x0fledger_position\x18\x01 \x01(\x04\"U\n\x17GetPrivateExtrasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\r\n\x05split\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\t\"\x8c\x01\n\x18GetPrivateExtrasResponse\x12\x41\n\x06\x65xtras\x18\x01 \x03(\x0b\x32\x31.rollmesh.v1.GetPrivateExtrasResponse.ExtrasEntry\x1a-\n\x0b\x45xtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x10\x46orgetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x13\n\x11\x46orgetRunResponse2\x95\x03\n\x0b\x44\x61taService\x12J\n\tNextTasks\x12\x1d.rollmesh.v1.NextTasksRequest\x1a\x1e.rollmesh.v1.NextTasksResponse\x12G\n\x08Snapshot\x12\x1c.rollmesh.v1.SnapshotRequest\x1a\x1d.rollmesh.v1.SnapshotResponse\x12\x44\n\x07Restore\x12\x1b.rollmesh.v1.RestoreRequest\x1a\x1c.rollmesh.v1.RestoreResponse\x12_\n\x10GetPrivateExtras\x12$.rollmesh.v1.GetPrivateExtrasRequest\x1a%.rollmesh.v1.GetPrivateExtrasResponse\x12J\n\tForgetRun\x12\x1d.rollmesh.v1.ForgetRunRequest\x1a\x1e.rollmesh.v1.ForgetRunResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16rollmesh/v1/data.proto\x12\x0brollmesh.v1\x1a\x17rollmesh/v1/types.proto\"\x9f\x01\n\x10NextTasksRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0e\n\x06policy\x18\x02 \x01(\t\x12%\n\x07purpose\x18\x03 \x01(\x0e\x32\x14.rollmesh.v1.Purpose\x12\r\n\x05split\x18\x04 \x01(\t\x12\x12\n\nfirst_draw\x18\x05 \x01(\x03\x12\x0b\n\x03num\x18\x06 \x01(\x05\x12\x17\n\x0fledger_position\x18\x07 \x01(\x04\"[\n\tDrawnTask\x12\x0c\n\x04\x64raw\x18\x01 \x01(\x03\x12\x1f\n\x04task\x18\x02 \x01(\x0b\x32\x11.rollmesh.v1.Task\x12\x1f\n\x04plan\x18\x03 \x01(\x0b\x32\x11.rollmesh.v1.Plan\"b\n\x04Plan\x12\x0c\n\x04size\x18\x01 \x01(\x03\x12&\n\x08variants\x18\x02 \x03(\x0b\x32\x14.rollmesh.v1.Variant\x12\x12\n\npropensity\x18\x03 \x01(\x01\x12\x10\n\x08together\x18\x04 \x01(\t\":\n\x11NextTasksResponse\x12%\n\x05tasks\x18\x01 \x03(\x0b\x32\x16.rollmesh.v1.DrawnTask\"\x1e\n\x0fSnapshotRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\":\n\x10SnapshotResponse\x12\r\n\x05state\x18\x01 \x01(\x0c\x12\x17\n\x0fledger_position\x18\x02 \x01(\x04\",\n\x0eRestoreRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\r\n\x05state\x18\x02 \x01(\x0c\"*\n\x0fRestoreResponse\x12\x17\n\x0fledger_position\x18\x01 \x01(\x04\"U\n\x17GetPrivateExtrasRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\x12\x0f\n\x07task_id\x18\x02 \x01(\t\x12\r\n\x05split\x18\x03 \x01(\t\x12\r\n\x05names\x18\x04 \x03(\t\"\x8c\x01\n\x18GetPrivateExtrasResponse\x12\x41\n\x06\x65xtras\x18\x01 \x03(\x0b\x32\x31.rollmesh.v1.GetPrivateExtrasResponse.ExtrasEntry\x1a-\n\x0b\x45xtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x1f\n\x10\x46orgetRunRequest\x12\x0b\n\x03run\x18\x01 \x01(\t\"\x13\n\x11\x46orgetRunResponse2\x95\x03\n\x0b\x44\x61taService\x12J\n\tNextTasks\x12\x1d.rollmesh.v1.NextTasksRequest\x1a\x1e.rollmesh.v1.NextTasksResponse\x12G\n\x08Snapshot\x12\x1c.rollmesh.v1.SnapshotRequest\x1a\x1d.rollmesh.v1.SnapshotResponse\x12\x44\n\x07Restore\x12\x1b.rollmesh.v1.RestoreRequest\x1a\x1c.rollmesh.v1.RestoreResponse\x12_\n\x10GetPrivateExtras\x12$.rollmesh.v1.GetPrivateExtrasRequest\x1a%.rollmesh.v1.GetPrivateExtrasResponse\x12J\n\tForgetRun\x12\x1d.rollmesh.v1.ForgetRunRequest\x1a\x1e.rollmesh.v1.ForgetRunResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,27 +39,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAWNTASK']._serialized_start=226
   _globals['_DRAWNTASK']._serialized_end=317
   _globals['_PLAN']._serialized_start=319
-  _globals['_PLAN']._serialized_end=399
-  _globals['_NEXTTASKSRESPONSE']._serialized_start=401
-  _globals['_NEXTTASKSRESPONSE']._serialized_end=459
-  _globals['_SNAPSHOTREQUEST']._serialized_start=461
-  _globals['_SNAPSHOTREQUEST']._serialized_end=491
-  _globals['_SNAPSHOTRESPONSE']._serialized_start=493
-  _globals['_SNAPSHOTRESPONSE']._serialized_end=551
-  _globals['_RESTOREREQUEST']._serialized_start=553
-  _globals['_RESTOREREQUEST']._serialized_end=597
-  _globals['_RESTORERESPONSE']._serialized_start=599
-  _globals['_RESTORERESPONSE']._serialized_end=641
-  _globals['_GETPRIVATEEXTRASREQUEST']._serialized_start=643
-  _globals['_GETPRIVATEEXTRASREQUEST']._serialized_end=728
-  _globals['_GETPRIVATEEXTRASRESPONSE']._serialized_start=731
-  _globals['_GETPRIVATEEXTRASRESPONSE']._serialized_end=871
-  _globals['_GETPRIVATEEXTRASRESPONSE_EXTRASENTRY']._serialized_start=826
-  _globals['_GETPRIVATEEXTRASRESPONSE_EXTRASENTRY']._serialized_end=871
-  _globals['_FORGETRUNREQUEST']._serialized_start=873
-  _globals['_FORGETRUNREQUEST']._serialized_end=904
-  _globals['_FORGETRUNRESPONSE']._serialized_start=906
-  _globals['_FORGETRUNRESPONSE']._serialized_end=925
-  _globals['_DATASERVICE']._serialized_start=928
-  _globals['_DATASERVICE']._serialized_end=1333
+  _globals['_PLAN']._serialized_end=417
+  _globals['_NEXTTASKSRESPONSE']._serialized_start=419
+  _globals['_NEXTTASKSRESPONSE']._serialized_end=477
+  _globals['_SNAPSHOTREQUEST']._serialized_start=479
+  _globals['_SNAPSHOTREQUEST']._serialized_end=509
+  _globals['_SNAPSHOTRESPONSE']._serialized_start=511
+  _globals['_SNAPSHOTRESPONSE']._serialized_end=569
+  _globals['_RESTOREREQUEST']._serialized_start=571
+  _globals['_RESTOREREQUEST']._serialized_end=615
+  _globals['_RESTORERESPONSE']._serialized_start=617
+  _globals['_RESTORERESPONSE']._serialized_end=659
+  _globals['_GETPRIVATEEXTRASREQUEST']._serialized_start=661
+  _globals['_GETPRIVATEEXTRASREQUEST']._serialized_end=746
+  _globals['_GETPRIVATEEXTRASRESPONSE']._serialized_start=749
+  _globals['_GETPRIVATEEXTRASRESPONSE']._serialized_end=889
+  _globals['_GETPRIVATEEXTRASRESPONSE_EXTRASENTRY']._serialized_start=844
+  _globals['_GETPRIVATEEXTRASRESPONSE_EXTRASENTRY']._serialized_end=889
+  _globals['_FORGETRUNREQUEST']._serialized_start=891
+  _globals['_FORGETRUNREQUEST']._serialized_end=922
+  _globals['_FORGETRUNRESPONSE']._serialized_start=924
+  _globals['_FORGETRUNRESPONSE']._serialized_end=943
+  _globals['_DATASERVICE']._serialized_start=946
+  _globals['_DATASERVICE']._serialized_end=1351
 # @@protoc_insertion_point(module_scope)

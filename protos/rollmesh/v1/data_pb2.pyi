@@ -108,12 +108,17 @@ class Plan(_message.Message):
     SIZE_FIELD_NUMBER: _builtins.int
     VARIANTS_FIELD_NUMBER: _builtins.int
     PROPENSITY_FIELD_NUMBER: _builtins.int
+    TOGETHER_FIELD_NUMBER: _builtins.int
     size: _builtins.int
     """Number of episodes; 0: the sum of the counts of the variants, or without variants `group_size` of the run. At most
     `batch_groups` * `group_size` of the run, and at most 131072 / ((max_staleness + 1) * batch_groups).
     """
     propensity: _builtins.float
     """Probability with which the selector drew this task, above 0 and at most 1; 0: not stated."""
+    together: _builtins.str
+    """Name that groups share which belong together, such as a pair of tasks: 1 to 64 characters of A-Z a-z 0-9 _ . -; empty: none. A batch
+    takes the live groups of a name together if it can be filled so; it never waits for one of them.
+    """
     @_builtins.property
     def variants(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Variant]:
         """Variants of the episodes, in the order of their numbers, each name once. Their counts sum to `size`. Empty: those of the run, if `size`
@@ -126,10 +131,11 @@ class Plan(_message.Message):
         size: _builtins.int = ...,
         variants: _abc.Iterable[_types_pb2.Variant] | None = ...,
         propensity: _builtins.float = ...,
+        together: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["propensity", b"propensity", "size", b"size", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["propensity", b"propensity", "size", b"size", "together", b"together", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -643,6 +643,7 @@ class GroupReserved(_message.Message):
     SUBMITTED_KEY_FIELD_NUMBER: _builtins.int
     VARIANTS_FIELD_NUMBER: _builtins.int
     PROPENSITY_FIELD_NUMBER: _builtins.int
+    TOGETHER_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     """Group id, "g<number>" or "e<step>.<incarnation>.<number>" for evaluation."""
     purpose: _types_pb2.Purpose.ValueType
@@ -665,6 +666,8 @@ class GroupReserved(_message.Message):
     """Key of the submitted samples that are given for this group; empty for a rollout. Its samples are in the account of their source."""
     propensity: _builtins.float
     """Probability with which the selector drew its task, above 0 and at most 1; 0: not stated."""
+    together: _builtins.str
+    """Name that groups share which belong together; empty: none."""
     @_builtins.property
     def task(self) -> _types_pb2.Task:
         """The public part of its task."""
@@ -691,10 +694,11 @@ class GroupReserved(_message.Message):
         submitted_key: _builtins.str = ...,
         variants: _abc.Iterable[_types_pb2.Variant] | None = ...,
         propensity: _builtins.float = ...,
+        together: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "propensity", b"propensity", "purpose", b"purpose", "step_min", b"step_min", "submitted_key", b"submitted_key", "task", b"task", "update_intended", b"update_intended", "variants", b"variants"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dead_id", b"dead_id", "draw", b"draw", "group", b"group", "incarnation_min", b"incarnation_min", "num_episodes", b"num_episodes", "policy", b"policy", "propensity", b"propensity", "purpose", b"purpose", "step_min", b"step_min", "submitted_key", b"submitted_key", "task", b"task", "together", b"together", "update_intended", b"update_intended", "variants", b"variants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from rollmesh.app.checks.config_checks import find_mistakes, notes
+from rollmesh.app.checks.config_checks import find_mistakes
+from rollmesh.app.checks.config_notes import notes
 from rollmesh.app.checks.effective_config import effective_config
 from rollmesh.app.checks.model_checks import calls_tools
 from rollmesh.app.checks.task_survey import survey_tasks

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollmesh.app.checks.config_checks import notes
+from rollmesh.app.checks.config_notes import notes
 from rollmesh.app.checks.task_survey import survey_tasks
 from rollmesh.app.config import TrainConfig
 from rollmesh.services.data.config import build_pools

@@ -42,19 +42,20 @@ def report(run: CoreRun, lease: i.EpisodeLease, rewards: Mapping[str, float] | N
     sample = SampleMeta(
         sample_id=f"{lease.episode}-0", policy="main", steps=(span,), num_tokens=8, num_sampled_tokens=4, rewards=given
     )
+    values: dict[str, Any] = {"outcome": COMPLETED, "payload": PayloadRef(sequence=1, size_bytes=1)} | fields
     one = i.EpisodeReport(
         lease_id=lease.lease_id,
         group=lease.group,
         episode=lease.episode,
         attempt=lease.attempt,
-        **({"outcome": COMPLETED, "payload": PayloadRef(sequence=1, size_bytes=1)} | fields),
+        **values,
         samples=(sample,) if rewards else (),
     )
     assert run.ask(i.ReportEpisodes, node_id="w", reports=(one,)).results == ("",)
 
 
-def ended(run: CoreRun, lease: i.EpisodeLease, rewards: Mapping[str, float]) -> tuple[str, ...] | type[MeshError]:
-    """Return the answer to FinishEpisode; None while the worker holds the episode."""
+def ended(run: CoreRun, lease: i.EpisodeLease, rewards: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the answer to FinishEpisode for an ended episode."""
     result = episodes.result_of(run.core.state, lease.lease_id)
     assert result is not None
     return episodes.check_result(result, rewards)

@@ -93,7 +93,7 @@ def test_a_run_without_plans_writes_the_facts_that_it_always_wrote() -> None:
     payload = encode_record("r", 0.0, run.reserved)
     written = [fact.group_reserved for fact in events_pb2.LedgerRecord.FromString(payload).facts]
     assert [one.num_episodes for one in written] == [2, 2]
-    assert not {field.name for one in written for field, _ in one.ListFields()} & {"variants", "propensity"}
+    assert not {field.name for one in written for field, _ in one.ListFields()} & {"variants", "propensity", "together"}
 
 
 def test_the_variants_of_the_run_are_the_default_plan_and_each_lease_has_its_own() -> None:
@@ -105,12 +105,13 @@ def test_the_variants_of_the_run_are_the_default_plan_and_each_lease_has_its_own
 
 
 def test_a_selector_plans_groups_of_different_size_with_their_variants_and_propensity() -> None:
-    plans = {0: Plan(size=1), 1: Plan(variants=(PLAIN, HOT), propensity=0.25), 2: Plan(size=4)}
+    plans = {0: Plan(size=1), 1: Plan(variants=(PLAIN, HOT), propensity=0.25), 2: Plan(size=4, together="x")}
     run = Planned(plans, variants=PAIR, batch_groups=4)
     assert names(run.acquire(8)) == ["", "plain", "hot", "hot", "", "", "", ""]
     assert names(run.acquire(2)) == ["plain", "hot"]
     assert [fact.num_episodes for fact in run.reserved] == [1, 3, 4, 2]
     assert [fact.propensity for fact in run.reserved] == [0.0, 0.25, 0.0, 0.0]
+    assert [fact.together for fact in run.reserved] == ["", "", "x", ""]
 
 
 def test_groups_of_unequal_size_are_finalized_with_their_own_and_are_whole_in_a_batch() -> None:
@@ -134,6 +135,43 @@ def test_a_batch_of_samples_takes_whole_groups_whatever_their_size(amount: int, 
     batch = run.ask(i.LeaseBatch, **NAMES, trainer_epoch=run.epoch, update=1, unit=unit, amount=amount)
     assert len(batch.groups) == groups
     assert len(batch.samples) == {1: 1, 2: 4, 3: 5}[groups]
+
+
+def pairs(*names: str, **spec: Any) -> Planned:
+    """Return a run whose draws have these names, with groups of one episode and batches of four groups."""
+    plans = {draw: Plan(size=1, together=name) for draw, name in enumerate(names)}
+    return Planned(plans, **({"batch_groups": 4, "group_size": 1} | spec))
+
+
+def leased(run: Planned, update: int) -> list[str]:
+    batch = run.lease(update)
+    run.commit(update, batch.lease_id)
+    return [group.group for group in batch.groups]
+
+
+def test_groups_that_belong_together_are_leased_in_one_batch_if_others_fill_it() -> None:
+    run = pairs("", "a", "b", "", "a", "c", "b", "c")
+    run.generate(8, step=0)
+    assert leased(run, 1) == ["g0", "g1", "g3", "g4"], "the pair b does not fit after g0 and the pair a"
+    run.publish(1)
+    assert leased(run, 2) == ["g2", "g5", "g6", "g7"]
+
+
+def test_a_group_whose_partner_is_not_ready_waits_while_others_fill_the_batch() -> None:
+    run = pairs("a", "", "", "", "", "a", "", "")
+    run.generate(5, step=0)
+    run.acquire(1)
+    assert leased(run, 1) == ["g1", "g2", "g3", "g4"]
+
+
+def test_a_batch_never_waits_for_a_partner() -> None:
+    run = pairs("a", "", "", "", "a", max_staleness=1)
+    run.generate(4, step=0)
+    run.acquire(1)
+    assert leased(run, 1) == ["g0", "g1", "g2", "g3"]
+    odd = pairs("a", "a", "a", "b", "b", max_staleness=1)
+    odd.generate(5, step=0)
+    assert leased(odd, 1) == ["g0", "g1", "g2", "g3"], "a batch of four cannot be filled with whole bundles"
 
 
 def test_an_extended_group_begins_again_with_its_first_variant() -> None:
@@ -319,7 +357,7 @@ def test_all_batches_within_the_bound_fit_with_groups_of_the_planned_size() -> N
 def test_a_plan_within_the_limits_is_taken_as_the_selector_made_it() -> None:
     spec = CoreRun(**SPEC).core.state.the_spec
     deep = Variant(name="b", count=7, options={"deep": [1, {"x": None}]}, seed=0, role="solver", hint_extra="solution")
-    plan = Plan(variants=(PLAIN, deep), propensity=1.0)
+    plan = Plan(variants=(PLAIN, deep), propensity=1.0, together="pair-7")
     drawn = [
         data_pb2.DrawnTask(draw=0, task=types_pb2.Task(task_id="t0"), plan=encode_plan(plan)),
         data_pb2.DrawnTask(draw=1, task=types_pb2.Task(task_id="t1")),

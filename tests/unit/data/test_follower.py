@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest_asyncio
 
 from rollmesh.services.data.engine import DataEngine
 from rollmesh.services.data.follower import RunFollower
+from rollmesh.services.data.selectors.uniform import UniformSelector
 from rollmesh.services.data.snapshots import SnapshotFolder
 from rollmesh.services.data.task import Split
 from rollmesh.shared.bus.bus import BusUnavailable, StreamLog
@@ -36,10 +38,9 @@ async def bus() -> AsyncIterator[MemoryBus]:
 def engine(bus: Any, *, clock: ManualClock | None = None, **settings: Any) -> DataEngine:
     return DataEngine(
         pools={Split.TRAIN: pool(30), Split.VALIDATION: pool(0), Split.TEST: pool(4)},
-        new_selector=factory(),
         bus=bus,
         clock=clock or ManualClock(),
-        **{"catch_up_s_max": 5.0, **settings},
+        **{"new_selector": factory(), "catch_up_s_max": 5.0, **settings},
     )
 
 
@@ -74,6 +75,21 @@ async def test_a_restarted_service_draws_as_the_one_before(bus: MemoryBus) -> No
     second = engine(bus)
     assert await ids(second, 12, 6) == expected, "also without naming a position: it waits for what the ledger held"
     await second.close()
+
+
+async def test_a_selector_prepares_its_draws_in_another_thread(bus: MemoryBus) -> None:
+    prepared: list[tuple[int, int, bool]] = []
+
+    class Slow(UniformSelector):
+        def prepare(self, first: int, num: int) -> None:
+            prepared.append((first, num, threading.current_thread() is threading.main_thread()))
+            super().prepare(first, num)
+
+    draws = engine(bus, new_selector=lambda tasks: Slow(pool=tasks, seed=0))
+    position = await write(bus, created())
+    assert len(await ids(draws, 4, 3, position)) == 3
+    assert prepared == [(4, 3, False)]
+    await draws.close()
 
 
 async def test_a_restored_service_draws_as_one_that_folded_everything(bus: MemoryBus) -> None:

@@ -164,8 +164,7 @@ def test_a_mixture_plans_as_the_selector_of_the_source_with_positions_of_the_sou
         "    def restore(self, state): pass\n"
     )
     tasks = MixturePool([MixturePart(source=name, pool=pool(size)) for name, size in (("a", 4), ("b", 2))])
-    own: dict[str, Any] = {"name": "mine.py:Mine"}
-    options = {"weights": {"a": 3, "b": 1}, "selectors": {"b": Extension(**own).located(tmp_path)}}
+    options = {"weights": {"a": 3, "b": 1}, "selectors": {"b": Extension("mine.py:Mine").located(tmp_path)}}
     chosen = SELECTORS.make(Extension("mixture", options), tmp_path, pool=tasks, seed=0)
     of = {name: [at for at in range(6) if tasks.label(at, "source") == name] for name in ("a", "b")}
     in_flight, found = frozenset({of["a"][0], of["b"][1]}), list[tuple[str, Plan]]()

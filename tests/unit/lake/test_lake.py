@@ -23,6 +23,7 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.coordinator.fact_codec import encode
 from rollmesh.shared.bus.run_streams import run_streams
+from rollmesh.shared.domain.plans import Plan, Variant
 from rollmesh.shared.errors import ConfigError, InvalidInput
 from rollmesh.testing.memory_bus import MemoryBus
 from rollmesh.v1 import types_pb2
@@ -82,6 +83,7 @@ def payload(fact: f.EpisodeScored, task: str) -> types_pb2.Episode:
         segments=[prompt, answer],
         samples=[types_pb2.Sample(sample_id=meta.sample_id, policy="main", leaf=1, trainable=True, weight=1.0)],
         sampling_params=[types_pb2.SamplingParams(temperature=1.0, top_p=1.0, max_tokens=4, seed=1 << 63)],
+        variant=meta.summary.variant,
     )
 
 
@@ -162,6 +164,32 @@ async def test_a_row_has_the_tokens_of_the_payload_and_the_lineage_of_the_ledger
     assert row["steps"] == [{"step": 1, "incarnation": 0, "num_tokens": 4}]
     assert row["logprobs"] == [None] * 4 + [0.0, -0.5, -1.0, -1.5]
     assert row["loss_mask"] == [0] * 4 + [1] * 4
+
+
+class Planned(CoreRun):
+    """One update of a group with two variants and of one as the run has it."""
+
+    def plan(self, draw: int) -> Plan | None:
+        variants = (Variant(name="plain"), Variant(name="hot", count=2))
+        return Plan(variants=variants, propensity=0.25) if draw == 0 else None
+
+
+async def test_rows_have_the_variant_of_the_episode_and_the_propensity_of_the_group(tmp_path: Path) -> None:
+    run = Planned()
+    run.begin()
+    run.generate(5, step=0)
+    run.checkpoint(1, run.commit(1, run.lease(1).lease_id))
+    await export_samples(await bus_of(run), "r", tmp_path)
+    found = [(row["episode"], row["variant"], row["propensity"]) for row in rows_of(tmp_path)]
+    assert found == [
+        ("g0.0", "plain", 0.25),
+        ("g0.1", "hot", 0.25),
+        ("g0.2", "hot", 0.25),
+        ("g1.0", "", None),
+        ("g1.1", "", None),
+    ]
+    lines = [sample_line({**row, "run": "r"}).variant for row in rows_of(tmp_path)]
+    assert lines == ["plain", "hot", "hot", "", ""]
 
 
 async def test_a_replayed_sample_is_a_row_that_names_its_original(tmp_path: Path) -> None:

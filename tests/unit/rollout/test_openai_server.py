@@ -13,10 +13,10 @@ import pytest
 from openai import APIStatusError, AsyncOpenAI, AuthenticationError, BadRequestError, InternalServerError, NotFoundError
 
 from rollmesh.services.rollout.agent import Agent, Environment, Task
+from rollmesh.services.rollout.agent_types import MODEL
 from rollmesh.services.rollout.config import FormatConfig, LimitsConfig, OpenAiServerConfig, RolloutConfig
 from rollmesh.services.rollout.conversation import ChatMessage
 from rollmesh.services.rollout.environment import ServedEpisode
-from rollmesh.services.rollout.openai.app import MODEL
 from rollmesh.services.rollout.openai.protocol import SamplingRequest
 from rollmesh.services.rollout.openai.served import Served
 from rollmesh.shared.config.loader import config_from_dict

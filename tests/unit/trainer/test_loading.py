@@ -20,8 +20,8 @@ from rollmesh.trainer.sharding import empty_model
 from tests.forked import ForkServer, run_all
 from tests.models.architectures import build_model
 
-NAMES = ("qwen3", "llama", "gemma2", "mixtral", "qwen2_vl")
-"""Plain models, capped attention with tied embeddings, experts that transformers joins when it loads them, an image
+NAMES = ("qwen3", "gemma2", "mixtral", "qwen2_vl")
+"""A plain model, capped attention with tied embeddings, experts that transformers joins when it loads them, an image
 model."""
 
 pytestmark = pytest.mark.timeout(300)

@@ -1,4 +1,4 @@
-"""Two ranks in two processes equal one rank: values, gradients and weights after five updates."""
+"""Two ranks in two processes equal one rank: values, gradients and weights after three updates."""
 
 from __future__ import annotations
 

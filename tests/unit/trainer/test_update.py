@@ -76,8 +76,8 @@ def test_update_changes_weights_and_accounts_for_every_sample() -> None:
 
 
 def batches_of(recipe: UpdateConfig, num: int) -> list[tuple[list[TrainingSample], list[GroupContext]]]:
-    """Return the batches of the first updates of a recipe."""
-    batches = [random_batch(seed=k, step=k - 1) for k in range(1, num + 1)]
+    """Return the batches of the first updates of a recipe, of two groups."""
+    batches = [random_batch(2, seed=k, step=k - 1) for k in range(1, num + 1)]
     if recipe.router_replay:
         rng = np.random.default_rng(0)
         batches = [([recorded(sample, rng) for sample in samples], groups) for samples, groups in batches]

@@ -44,7 +44,8 @@ def check(
         raise typer.BadParameter("name a configuration file, or use --schema", param_hint="config")
     with report_errors():
         set_up_compute()
-        from rollmesh.app.checks.config_checks import load_checked, notes
+        from rollmesh.app.checks.config_checks import load_checked
+        from rollmesh.app.checks.config_notes import notes
         from rollmesh.app.checks.effective_config import effective_config, headline
         from rollmesh.app.checks.model_checks import call_note, memory_note
         from rollmesh.shared.config.loader import to_yaml

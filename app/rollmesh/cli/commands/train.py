@@ -78,7 +78,7 @@ def run_training(
     """Train with a configuration file, or resume the run in a folder. Raises MeshError."""
     import asyncio
 
-    from rollmesh.app.checks.config_checks import notes
+    from rollmesh.app.checks.config_notes import notes
     from rollmesh.app.checks.effective_config import headline
     from rollmesh.app.open_run import open_run
     from rollmesh.app.run_folder import logging_to, shown

@@ -39,7 +39,8 @@ def up(
         import asyncio
 
         set_up_compute()
-        from rollmesh.app.checks.config_checks import load_checked, notes
+        from rollmesh.app.checks.config_checks import load_checked
+        from rollmesh.app.checks.config_notes import notes
         from rollmesh.app.open_run import open_stopped_mesh
         from rollmesh.app.run_folder import logging_to, new_folder, origin_now
 

@@ -106,6 +106,10 @@ class RunDraws:
             return []
         return list(draws.selector.source_shares(max((-1, *draws.reserved, *draws.issued)) + 1))
 
+    def selector(self, policy: str) -> Selector:
+        """Return the selector of a policy."""
+        return self._draws(policy).selector
+
     def positions(self, policy: str, first_draw: int, num: int) -> list[int]:
         """Return pool positions of draws [first_draw, first_draw + num), fewer at the end. Raise OutOfRange beyond the
         end, and InvalidInput for a plan that no run could have."""

@@ -125,6 +125,7 @@ class RunFollower:
         """Return positions and plans as `RunDraws` does, once the fold has reached `ledger_position`. Raise CatchingUp
         after the timeout."""
         await self._caught_up(ledger_position)
+        await asyncio.to_thread(self._draws.selector(policy).prepare, first_draw, num)
         positions = self._draws.positions(policy, first_draw, num)
         return list(zip(positions, self._draws.plans(policy, first_draw, len(positions)), strict=True))
 

@@ -61,6 +61,10 @@ class Selector(Plugin):
         """Return the pool position of draw `index` (0-based). `in_flight` are drawn positions without a result yet."""
         raise NotImplementedError
 
+    def prepare(self, first: int, num: int) -> None:
+        """Compute what draws [first, first + num) need, if that takes long. It runs in a thread before `draw`, which
+        MUST return the same positions without it."""
+
     def plan(self, index: int, position: int, in_flight: AbstractSet[int]) -> Plan:
         """Return the group of draw `index`, whose task is at `position`: its size, the variants of its episodes, and
         the probability with which `draw` returned it. It is called once after `draw`, with the same arguments. The

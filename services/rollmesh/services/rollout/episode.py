@@ -224,8 +224,7 @@ class EpisodeRunner:
                 )
         with boundary("agent"):
             texts = texts_of(variant, PrivateExtras(lease.task, of_variant, values)) if variant else VariantTexts()
-        of_agent = {name: value for name, value in values.items() if name in own}
-        return PrivateExtras(lease.task, names, of_agent, withheld), texts
+        return PrivateExtras(lease.task, names, values, withheld), texts
 
     @asynccontextmanager
     async def _infra_limit(self, stage: str, limit_s: float) -> AsyncIterator[None]:

@@ -23,7 +23,7 @@ class PrivateExtras:
         self, task: Task, names: tuple[str, ...], values: Mapping[str, object], withheld: tuple[str, ...] = ()
     ) -> None:
         """`names` are those that the agent declares, `withheld` those of them that it does not get in an evaluation,
-        and `values` those of the others that the task has."""
+        and `values` has those of the others that the task has. Values of other names cannot be read."""
         self._task, self._names, self._values, self._withheld = task, names, values, withheld
 
     def read(self, name: str) -> object:

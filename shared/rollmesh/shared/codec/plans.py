@@ -13,7 +13,10 @@ from rollmesh.v1 import data_pb2, types_pb2
 
 def encode_plan(plan: Plan) -> data_pb2.Plan:
     return data_pb2.Plan(
-        size=plan.size, variants=[encode_variant(one) for one in plan.variants], propensity=plan.propensity
+        size=plan.size,
+        variants=[encode_variant(one) for one in plan.variants],
+        propensity=plan.propensity,
+        together=plan.together,
     )
 
 

@@ -95,6 +95,9 @@ class Plan(Settings):
     the run; else all episodes are alike."""
     propensity: Share = 0.0
     """Probability with which the selector drew the task. 0: not stated."""
+    together: _NameOrNone = ""
+    """Name that groups share which belong together, such as a pair of tasks of consecutive draws. A batch takes the
+    groups of a name together if it can be filled so; it never waits for one of them. Empty: none."""
 
     def check_fields(self) -> None:
         check_variants(self.variants, self.size)

@@ -108,6 +108,7 @@ def _(fact: f.GroupReserved, state: State) -> None:
         size=fact.num_episodes,
         variants=fact.variants,
         propensity=fact.propensity,
+        together=fact.together,
     )
     state.groups[fact.group] = group
     if fact.submitted_key:

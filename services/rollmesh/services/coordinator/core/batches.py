@@ -115,14 +115,40 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     replayed, num_fresh = _plan(ctx, request.update, unit, amount)
     fresh: list[GroupState] = []
     total = 0
-    for group in ready:
+    for group in _whole_bundles_first(ctx, ready, unit, num_fresh):
         if total >= num_fresh:
             break
         fresh.append(group)
         total += _size(group, unit)
+    fresh.sort(key=lambda group: group.number)
     if total < num_fresh and not (fresh and _is_all(ctx)):
         return []
     return replay.adjust(ctx, request.update, fresh) + replay.take(ctx, request.update, replayed)
+
+
+def _whole_bundles_first(
+    ctx: DecisionContext, ready: list[GroupState], unit: i.GeometryUnit, amount: int
+) -> list[GroupState]:
+    """Return the READY groups in the order in which a batch of `amount` takes them: in order of admission, but groups
+    that belong together adjoin, and those of which one is not READY yet, or for which the batch has no room, come
+    last. The order of the others, and whether the batch can be filled, do not depend on them."""
+    if not any(group.together for group in ready):
+        return ready
+    unready = {group.together for group in ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)}
+    order, last, total, seen = list[GroupState](), list[GroupState](), 0, set[str]()
+    for group in ready:
+        if group.together and group.together in seen:
+            continue
+        seen.add(group.together)
+        bundle = [one for one in ready if one.together == group.together] if group.together else [group]
+        size = sum(_size(one, unit) for one in bundle)
+        fits = len(bundle) == 1 or total + size <= amount or not total
+        if fits and not (group.together and group.together in unready):
+            order += bundle
+            total += size
+        else:
+            last += bundle
+    return order + last
 
 
 def _plan(

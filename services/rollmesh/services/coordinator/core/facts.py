@@ -63,6 +63,7 @@ class GroupReserved(Record, frozen=True, kw_only=True, tag=True):
     submitted_key: str = ""
     variants: tuple[Variant, ...] = ()
     propensity: float = 0.0
+    together: str = ""
 
 
 class EpisodesAdded(Record, frozen=True, kw_only=True, tag=True):

@@ -288,6 +288,7 @@ def _reserve(
             submitted_key=samples.group.key if samples is not None else "",
             variants=variants,
             propensity=plan.propensity,
+            together=plan.together,
         )
     )
 

@@ -164,6 +164,8 @@ class GroupState(msgspec.Struct, kw_only=True):
     """Variants of its episodes, see `plans.variant_of`."""
     propensity: float = 0.0
     """Probability with which the selector drew its task; 0: not stated."""
+    together: str = ""
+    """Name that it shares with the groups that belong to it; empty: none."""
 
     @property
     def unfinished(self) -> bool:

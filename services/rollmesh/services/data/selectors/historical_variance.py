@@ -85,6 +85,10 @@ class HistoricalVarianceSelector(StoredSelector):
             _log.info("the history is complete: tasks=[%s], with their variance", named)
         return trained[(index - num_history) % len(trained)]
 
+    def prepare(self, first: int, num: int) -> None:
+        if first < self._num_epochs * len(self._pool):
+            self._epochs.prepare(first, num)
+
     def variances(self) -> Floats:
         """Return the variance of the recorded rates by position, -1 for a task without one."""
         found = np.full(len(self._pool), -1.0)
