@@ -164,6 +164,16 @@ def test_a_group_whose_partner_is_not_ready_waits_while_others_fill_the_batch() 
     assert leased(run, 1) == ["g1", "g2", "g3", "g4"]
 
 
+def test_a_group_does_not_wait_for_its_partner_until_it_is_stale() -> None:
+    run = pairs("", "", "a", "a", "", "", batch_groups=2, max_staleness=1)
+    run.generate(3, step=0)
+    run.acquire(1)  # the partner of g2
+    assert leased(run, 1) == ["g0", "g1"]
+    run.publish(1)
+    run.generate(2, step=1)
+    assert leased(run, 2) == ["g2", "g4"], "g2 would be beyond the bound at update 3"
+
+
 def test_a_batch_never_waits_for_a_partner() -> None:
     run = pairs("a", "", "", "", "a", max_staleness=1)
     run.generate(4, step=0)
