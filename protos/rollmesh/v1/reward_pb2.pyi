@@ -292,8 +292,9 @@ class FinalizeGroupRequest(_message.Message):
     deadline_passed: _builtins.bool
     """Whether the deadline passed before all had ended."""
     num_extend_max: _builtins.int
-    """Largest num_extend that the coordinator accepts; 0 if the group has four times group_size episodes. The coordinator writes it. Absent
-    from a coordinator of an older release; then the limit is unknown, and the coordinator keeps a group that would exceed it.
+    """Largest num_extend that the coordinator accepts; 0 if the group has four times the episodes with which it began. The coordinator
+    writes it. Absent from a coordinator of an older release; then the limit is unknown, and the coordinator keeps a group that would
+    exceed it.
     """
     @_builtins.property
     def task(self) -> _types_pb2.Task:
@@ -369,8 +370,8 @@ class FinalizeGroupResponse(_message.Message):
     contain numbers of it, because samples are counted by reason.
     """
     num_extend: _builtins.int
-    """Number of further episodes for EXTEND, in [1, 49152]. Otherwise 0. A group that would grow to more than four times group_size is
-    kept as it is.
+    """Number of further episodes for EXTEND, in [1, 49152]. Otherwise 0. A group that would grow to more than four times the episodes
+    with which it began is kept as it is.
     """
     @_builtins.property
     def adjusted(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRewards]:

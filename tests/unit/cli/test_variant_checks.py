@@ -104,8 +104,14 @@ def test_variants_that_work_are_no_mistake_and_their_agents_are_used(tmp_path: P
                 "variant"
             ),
         ),
+        (
+            {"agent": "remote", "prefix": "It is "},
+            {"agents": AGENTS | {"remote": {"name": "url", "options": {"url": "http://127.0.0.1:9"}}}},
+            "run.variants[1]",
+            "`run.variants[1]`: the variant `b` must have no prefix, because its agent runs in a process",
+        ),
     ],
-    ids=["agent", "option", "range", "permission", "solution"],
+    ids=["agent", "option", "range", "permission", "solution", "prefix"],
 )
 def test_a_variant_that_cannot_work_is_named_by_its_key(
     tmp_path: Path, variant: dict[str, Any], rollout: dict[str, Any], key: str, why: str
@@ -121,6 +127,11 @@ def test_the_agents_of_all_tasks_are_checked_without_an_agent_of_the_variant(tmp
     found = mistakes(tmp_path, config({"name": "a"}, {"name": "b", "options": {"share_min": 0.1}}))
     assert [key for key, _ in found] == ["run.variants[1]"]
     assert "do not suit its agent `single_turn`" in found[0][1], "opener has the option, single_turn has not"
+
+
+def test_agents_without_training_tasks_are_not_checked(tmp_path: Path) -> None:
+    write(tmp_path, "opener", "opener")  # the task of the evaluation has the default agent
+    assert mistakes(tmp_path, config({"name": "a"}, {"name": "b", "options": {"share_min": 0.1}})) == []
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from rollmesh.services.coordinator import translate
 from rollmesh.services.coordinator.core import inputs as i
@@ -20,13 +21,15 @@ from rollmesh.services.coordinator.core.facts import (
     SampleMeta,
     SampleSummary,
     StepSpan,
+    Task,
 )
+from rollmesh.services.coordinator.core.rollouts import LEASES_BYTES_MAX, SUBMITTED_BYTES_MAX
 from rollmesh.services.coordinator.core.state import State
 from rollmesh.services.coordinator.fact_codec import decode_record, encode_record
 from rollmesh.services.coordinator.snapshots import encode_state
 from rollmesh.shared.codec.plans import decode_variant, encode_plan
 from rollmesh.shared.config.settings import SettingError
-from rollmesh.shared.domain.plans import Plan, SamplingOverrides, Variant, variant_of
+from rollmesh.shared.domain.plans import Plan, SamplingOverrides, Variant, variant_of, variants_bytes
 from rollmesh.shared.errors import InvalidInput
 from rollmesh.v1 import data_pb2, events_pb2, types_pb2
 
@@ -161,6 +164,16 @@ def test_a_group_whose_partner_is_not_ready_waits_while_others_fill_the_batch() 
     assert leased(run, 1) == ["g1", "g2", "g3", "g4"]
 
 
+def test_a_group_does_not_wait_for_its_partner_until_it_is_stale() -> None:
+    run = pairs("", "", "a", "a", "", "", batch_groups=2, max_staleness=1)
+    run.generate(3, step=0)
+    run.acquire(1)  # the partner of g2
+    assert leased(run, 1) == ["g0", "g1"]
+    run.publish(1)
+    run.generate(2, step=1)
+    assert leased(run, 2) == ["g2", "g4"], "g2 would be beyond the bound at update 3"
+
+
 def test_a_batch_never_waits_for_a_partner() -> None:
     run = pairs("a", "", "", "", "a", max_staleness=1)
     run.generate(4, step=0)
@@ -235,6 +248,44 @@ def test_the_variants_of_episodes_follow_the_counts_in_order() -> None:
         ("plain", 0), ("hot", 0), ("hot", 1), ("plain", 1), ("hot", 2), ("hot", 3), ("plain", 2), ("hot", 4),
     ]  # fmt: skip
     assert variant_of((), 0) is None
+
+
+# Sizes of records -----------------------------------------------------------------------------------------------------
+
+LONG = tuple(Variant(name=f"v{number}", hint="x" * 15_000) for number in range(4))
+
+
+def largest_record(run: CoreRun) -> int:
+    return max(len(encode_record(record.record_id, 0.0, record.facts)) for record in run.records)
+
+
+def test_long_variants_of_the_run_are_not_in_one_record_of_all_draws() -> None:
+    run = Planned({}, group_size=4, batch_groups=64, variants=LONG)
+    run.acquire(256)
+    per_record = [sum(isinstance(fact, GroupReserved) for fact in record.facts) for record in run.records]
+    assert max(per_record) == SUBMITTED_BYTES_MAX // variants_bytes(LONG)
+    assert largest_record(run) < 2 * SUBMITTED_BYTES_MAX
+
+
+def test_replayed_dead_letters_with_long_variants_are_reserved_over_several_records() -> None:
+    run = Planned({}, group_size=4, batch_groups=64, variants=LONG)
+    dead = tuple(i.DeadTask(dead_id=n + 1, task=Task(task_id=f"d{n}"), draw=n) for n in range(40))
+    run.ask(i.ReplayDead, tasks=dead)
+    run.acquire(200)
+    assert largest_record(run) < 2 * SUBMITTED_BYTES_MAX
+    assert 0 < len(run.core.state.replays) < 40
+    while run.core.state.replays:
+        run.acquire(200)
+        run.take(run.core.handle(i.Tick(), run.now))
+    assert [fact.task.task_id for fact in run.reserved][:40] == [f"d{n}" for n in range(40)], "before any draw"
+    assert largest_record(run) < 2 * SUBMITTED_BYTES_MAX
+
+
+def test_leases_with_long_variants_fit_into_the_reply() -> None:
+    run = Planned({}, group_size=400, batch_groups=1, variants=(replace(LONG[0], count=400),))
+    leases = run.acquire(400).leases
+    assert 200 < len(leases) < 400
+    assert sum(translate.episode_lease("r", lease).ByteSize() for lease in leases) <= LEASES_BYTES_MAX
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------
@@ -339,8 +390,12 @@ def test_a_plan_within_the_limits_is_taken_as_the_selector_made_it() -> None:
             {"variants": (PLAIN, HOT), "group_size": 3, "export_groups": 1, "updates_max": 0},
             "`variants` must be empty in a run that exports",
         ),
+        (
+            {"variants": (Variant(name="a", prefix_extra="solution", count=4),), "submitted_tasks": True},
+            r"`variants\[0\].prefix_extra` must be empty in a run whose tasks are submitted",
+        ),
     ],
-    ids=["sum", "name", "bytes", "export"],
+    ids=["sum", "name", "bytes", "export", "submitted"],
 )
 def test_the_variants_of_a_run_must_fit_its_groups(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(SettingError, match=why):

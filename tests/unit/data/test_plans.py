@@ -107,8 +107,14 @@ def test_a_snapshot_has_no_plan_because_only_the_ledger_says_what_was_reserved()
             "for draw 0: `variants` must have counts that sum to the size of the group, 3, got 2",
         ),
         (lambda: Plan(propensity=2.0), r"for draw 0: `propensity` must be in \[0, 1\], got 2"),
+        (lambda: Plan(size=2.5), "for draw 0 cannot be sent: .*float"),  # type: ignore[arg-type]
+        (lambda: Plan(variants=(Variant(name="a", options={1: 2}),)), "for draw 0 cannot be sent"),  # type: ignore[dict-item]
+        (
+            lambda: Plan(variants=(Variant(name="a", prefix="\ud800"),)),
+            "for draw 0 cannot be sent: .*surr",
+        ),
     ],
-    ids=["type", "size", "sum", "propensity"],
+    ids=["type", "size", "sum", "propensity", "float", "key", "surrogate"],
 )
 def test_a_plan_that_no_run_could_have_names_selector_and_draw(made: Any, why: str) -> None:
     class Mine(Broken):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,60 @@ async def test_a_hint_ends_the_last_user_message_and_a_prefix_begins_the_answer_
     assert (said.role, said.content) == ("assistant", "It is <answer>3</answer>")
 
 
+async def test_an_episode_with_a_prefix_draws_the_same_random_numbers_as_one_without() -> None:
+    mesh = mesh_with()
+    for number, variant in enumerate((Variant(name="a"), Variant(name="b", prefix="It is ", hint="Add."))):
+        await mesh.runner(Seen()).run(lease(variant=variant, seed=7, lease_id=f"l{number}"))
+    seeds = [episode.sampling_params[0].seed for episode in mesh.samples.episodes]
+    assert len(seeds) == 2
+    assert len(set(seeds)) == 1
+
+
+async def test_a_tool_call_that_begins_in_the_prefix_is_executed() -> None:
+    said = iter(["1+2</tool_call><|end|>", "<answer>3</answer><|end|>"])
+    mesh = LocalMesh(script=lambda text: next(said), functions={"call": {"1+2": "3"}.__getitem__})
+    variant = Variant(name="a", prefix="<tool_call>")
+    report = await mesh.runner().run(lease(tools=["calculator"], variant=variant))
+    assert report.outcome == COMPLETED, report.failure
+    assert report.num_tool_calls == 1
+    (episode,) = mesh.samples.episodes
+    said_by = [(m.role, m.content) for m in text_view(episode.path_segments(episode.samples[0]))[-3:]]
+    assert said_by == [("assistant", "<tool_call>1+2</tool_call>"), ("tool", "3"), ("assistant", "<answer>3</answer>")]
+
+
+async def test_a_prefix_that_the_agent_does_not_continue_is_an_error_and_not_a_sample() -> None:
+    class Elsewhere(Agent):
+        async def run(self, task: Task, env: Environment) -> None:
+            env.context(task.messages)
+            await env.generate()
+
+    mesh = mesh_with()
+    report = await mesh.runner(Elsewhere()).run(lease(variant=Variant(name="a", prefix="It is ")))
+    assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
+    assert "the agent has not continued the prefix of the variant `a`" in report.failure.message
+    assert not mesh.samples.episodes
+
+
+async def test_a_prefix_alone_is_not_a_sample() -> None:
+    class Idle(Agent):
+        async def run(self, task: Task, env: Environment) -> None: ...
+
+    report = await mesh_with().runner(Idle()).run(lease(variant=Variant(name="a", prefix="It is ")))
+    assert report.outcome == COMPLETED, report.failure
+    assert not report.samples
+
+
+async def test_a_time_limit_after_a_prefix_without_a_sampled_token_is_an_infra_failure() -> None:
+    class Waits(Agent):
+        async def run(self, task: Task, env: Environment) -> None:
+            await asyncio.Event().wait()
+
+    mesh = mesh_with(config={"limits": {"run_s_max": 0.01}})
+    report = await mesh.runner(Waits()).run(lease(variant=Variant(name="a", prefix="It is ")))
+    assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
+    assert "no token was sampled before the limit" in report.failure.message
+
+
 # Agents ---------------------------------------------------------------------------------------------------------------
 
 
@@ -167,7 +222,10 @@ def test_agents_with_the_options_of_a_variant_are_made_once_and_are_bounded(fold
 @pytest.mark.parametrize(
     ("variant", "why"),
     [
-        (Variant(name="a", agent="nobody"), "agent `nobody` of the variant `a` is not configured; known: mine; add it"),
+        (
+            Variant(name="a", agent="absent"),
+            "agent `absent` of the variant `a` is not configured; known: mine, remote; add it",
+        ),
         (
             Variant(name="a", agent="mine", options={"turn": 3}),
             "the options of the variant `a` do not suit its agent `mine`",
@@ -176,13 +234,18 @@ def test_agents_with_the_options_of_a_variant_are_made_once_and_are_bounded(fold
             Variant(name="a", agent="mine", options={"turns": "x"}),
             "the options of the variant `a` do not suit its agent",
         ),
+        (
+            Variant(name="a", agent="remote", prefix="It is "),
+            "the variant `a` must have no prefix, because its agent runs in a process that the worker does not contain",
+        ),
     ],
-    ids=["agent", "option", "type"],
+    ids=["agent", "option", "type", "prefix"],
 )
 async def test_an_unknown_agent_or_option_fails_the_attempt_with_its_name(
     folder: Path, variant: Variant, why: str
 ) -> None:
-    mesh = mesh_with(config={"agents": {"mine": "mine.py:Mine"}})
+    remote = {"name": "url", "options": {"url": "http://127.0.0.1:9"}}
+    mesh = mesh_with(config={"agents": {"mine": "mine.py:Mine", "remote": remote}})
     report = await runner_of(mesh, folder).run(lease(variant=variant))
     assert report.outcome == coordinator_pb2.EPISODE_OUTCOME_INFRA_FAILURE
     assert why in report.failure.message

@@ -44,22 +44,30 @@ def test_rloo_compares_each_member_with_the_others_of_its_group() -> None:
 
 
 def test_a_large_group_counts_by_its_samples_unless_groups_are_weighted_equally() -> None:
-    groups, used = np.array([0, 1, 1, 1, 2, 2, 2, 2, 2]), np.ones(9, dtype=bool)
+    groups = np.array([0, 1, 1, 1, 2, 2, 2, 2, 2])
     plain = token_weights([2] * 9, [1.0] * 9, Normalization.SEQUENCE_MEAN).reshape(9, 2).sum(1).numpy()
     assert np.bincount(groups, plain) == pytest.approx([1 / 9, 3 / 9, 5 / 9])
     # 9 samples in 3 groups: the mean is 3 samples, so the factors are 3/1, 3/3 and 3/5
-    factors = equal_groups(groups, used)
+    factors = equal_groups(groups, np.ones(9))
     assert factors == pytest.approx([3.0, *[1.0] * 3, *[0.6] * 5])
     equal = token_weights([2] * 9, factors.tolist(), Normalization.SEQUENCE_MEAN).reshape(9, 2).sum(1).numpy()
     assert np.bincount(groups, equal) == pytest.approx([1 / 3] * 3)
 
 
 def test_dropped_samples_do_not_count_in_the_size_of_their_group() -> None:
-    used = np.array([True, True, True, False, False, True])
+    used = np.array([1.0, 1.0, 1.0, 0.0, 0.0, 1.0])
     # 4 used samples in 2 groups: the mean is 2, so the factors are 2/3 and 2/1
     factors = equal_groups(np.array([0, 0, 0, 1, 1, 1]), used)
-    assert factors[used] == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
-    assert equal_groups(np.array([0, 0]), np.array([False, False])) == pytest.approx([1.0, 1.0])
+    assert factors[used > 0] == pytest.approx([2 / 3, 2 / 3, 2 / 3, 2.0])
+    assert equal_groups(np.array([0, 0]), np.zeros(2)) == pytest.approx([1.0, 1.0])
+
+
+def test_samples_that_share_the_weight_of_an_episode_count_by_their_weights() -> None:
+    # 2 episodes of 1 sample, and 1 episode of 4 samples that share its weight. The sum is 3, so each group gets 3/2
+    groups, weights = np.array([0, 0, 1, 1, 1, 1]), np.array([1.0, 1.0, 0.25, 0.25, 0.25, 0.25])
+    factors = equal_groups(groups, weights)
+    assert factors == pytest.approx([0.75, 0.75, *[1.5] * 4])
+    assert np.bincount(groups, weights * factors) == pytest.approx([1.5, 1.5])
 
 
 def parameters(group_weight: str, weights: list[float]) -> torch.Tensor:
@@ -81,3 +89,9 @@ def test_the_trainer_weights_groups_equally_if_it_is_configured_so() -> None:
     equal = parameters("equal", [1.0] * 6)
     assert torch.equal(equal, parameters("samples", [0.75] * 4 + [1.5] * 2))
     assert not torch.equal(equal, parameters("samples", [1.0] * 6))
+
+
+def test_the_trainer_weights_groups_by_the_weights_of_their_samples() -> None:
+    # the sum of the weights is 4, so each group gets 2: the factors are 2/2 and 2/2
+    shared = [0.5] * 4 + [1.0] * 2
+    assert torch.equal(parameters("equal", shared), parameters("samples", shared))

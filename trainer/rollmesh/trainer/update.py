@@ -398,8 +398,11 @@ class BatchTrainer:
         """Return the factors [S] of `learner.group_weight`. Dropped samples do not count; None without factors."""
         if self.config.group_weight != "equal":
             return None
-        used = np.array([number not in estimate.dropped for number in range(len(batch.samples))])
-        return equal_groups(batch.first(batch["group"]), used)
+        weights = np.array(batch.table.sample_weights, dtype=np.float64)
+        if estimate.sample_weights is not None:
+            weights = weights * estimate.sample_weights
+        weights[list(estimate.dropped)] = 0.0
+        return equal_groups(batch.first(batch["group"]), weights)
 
     def _estimate(self, batch: UpdateBatch) -> Estimate:
         """Compute the features under the current weights, and the advantages, into the batch. Return a well-formed

@@ -10,7 +10,7 @@ from rollmesh.mesh.config import MeshConfig
 from rollmesh.services.data.task import PoolTask, Split
 from rollmesh.services.rollout.agent import known_agents, permitted_extras
 from rollmesh.services.rollout.private_extras import missing_extra_error
-from rollmesh.services.rollout.variants import agent_with, check_permission
+from rollmesh.services.rollout.variants import agent_with, check_permission, check_prefix
 from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.errors import ConfigError, InvalidInput, MeshError, PermissionDenied
 
@@ -27,12 +27,14 @@ def variant_mistakes(config: MeshConfig, base_dir: Path, tasks: TaskSurvey) -> I
                 key=f"{key}.agent",
             )
             continue
-        of_tasks = {"", *(name for name in tasks.by_agent if name in rollout.agents)}
-        for name in [variant.agent] if variant.agent else sorted(of_tasks):
+        of_tasks = {task.agent for task in tasks.by_agent.values() if task.split == Split.TRAIN} or {""}
+        for name in [variant.agent] if variant.agent else sorted(of_tasks & {"", *rollout.agents}):
             try:
-                agent = agent_with(rollout, name, variant, base_dir) if variant.options else None
+                with_prefix = variant.prefix or variant.prefix_extra
+                agent = agent_with(rollout, name, variant, base_dir) if variant.options or with_prefix else None
                 check_permission(rollout, name, variant)
                 if agent is not None:
+                    check_prefix(agent, variant)
                     permitted_extras(name or rollout.agent.name, agent, rollout)
             except (InvalidInput, PermissionDenied) as error:
                 yield ConfigError(f"`{key}`: {error.message}", key=key)

@@ -19,6 +19,7 @@ from google.protobuf.message import Message
 
 from rollmesh.services.data.selector import GroupResult, Selector, SourceShare
 from rollmesh.services.data.task import TaskPool
+from rollmesh.shared.codec.plans import encode_plan
 from rollmesh.shared.codec.trajectory import decode_trained_group
 from rollmesh.shared.config.settings import SettingError
 from rollmesh.shared.domain.plans import Plan
@@ -279,6 +280,10 @@ def _plan(selector: Selector, index: int, position: int, in_flight: set[int]) ->
         raise InvalidInput(f"{what}: {error}; correct the selector") from error
     if not isinstance(plan, Plan):
         raise InvalidInput(f"{what} must be a Plan, got a {type(plan).__name__}; correct the selector")
+    try:
+        encode_plan(plan)
+    except (TypeError, ValueError) as error:
+        raise InvalidInput(f"{what} cannot be sent: {error}; correct the selector") from error
     return plan
 
 

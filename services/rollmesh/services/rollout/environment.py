@@ -164,6 +164,8 @@ class EnvironmentState:
     """Announces a served episode to the coordinator. None: `Environment.announce` is rejected."""
     dropped: str = ""
     """Why the agent has dropped the episode."""
+    prefix: int | None = None
+    """Segment with the prefix of the variant."""
     private: PrivateExtras
     """The private extras of the task that the agent may read."""
     num_turns: int = 0
@@ -634,6 +636,15 @@ class Environment:
         """What distinguishes the episode within its group, such as its name and its options; None if the episodes of
         the group are alike. The worker has applied it already. A retry has the same one."""
         return self._state.variant
+
+    @property
+    def opening(self) -> str:
+        """The text of the prefix of the variant, if the next turn continues it; else empty. It is a part of the answer,
+        but not of the text of the turn."""
+        state = self._state
+        if self._head != state.prefix:
+            return ""
+        return state.tokenizer.decode(state.recorder.segments[self._head].token_ids)
 
     def private_extra(self, name: str) -> Any:
         """Return a private extra of the task, such as its solution: a JSON value. The agent must declare it in

@@ -11,7 +11,7 @@ failures: the episode is scored with the tokens sampled so far.
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -192,6 +192,8 @@ class EpisodeRunner:
             env.context(state.task.messages)
             if texts.prefix:
                 env.append(env.encode(texts.prefix), role=Role.ACTION, source=Source.HINT)
+                state.prefix = len(state.recorder.segments) - 1
+                state.recorder.keep_draws(state.prefix)
             if not env.tokens_left:
                 raise InvalidInput(
                     f"the prompt has {env.token_ids.size} tokens, the context {state.limits.context_tokens_max}; "
@@ -262,7 +264,7 @@ class EpisodeRunner:
             state.end_at("seconds")
         if state.failure is not None:
             raise state.failure
-        if state.limit and not state.dropped and not state.recorder.leaves():
+        if state.limit and not state.dropped and not _leaves(state):
             # A limit without a sampled token is not a model failure.
             cause = DeadlineExceeded(
                 f"no token was sampled before the limit `{state.limit}` ({limit_s:g} s); check that engines are ready, "
@@ -316,9 +318,11 @@ class EpisodeRunner:
         self, lease: Lease, state: EnvironmentState, segments: Sequence[types_pb2.Segment]
     ) -> tuple[Sample, ...]:
         recorder = state.recorder
-        leaves = recorder.leaves(state.abandoned)
+        leaves = _leaves(state, state.abandoned)
         if state.limit and not leaves:  # such as a program that was ended in its first turn, at the time limit
-            leaves = recorder.leaves()
+            leaves = _leaves(state)
+        if leaves and state.prefix is not None and state.prefix not in {one.parent for one in recorder.segments}:
+            raise EpisodeFailed("agent", _prefix_not_used(lease))
         marked = state.marked or [Sample(sample_id="", leaf=leaf, policy=lease.target.policy) for leaf in leaves]
         samples = [
             replace(
@@ -378,6 +382,19 @@ def cancelled_report(lease: coordinator_pb2.EpisodeLease, reason: str) -> Report
     """Return a report that releases an unfinished episode."""
     failure = types_pb2.Failure(code=Code.CANCELLED.value, reason=Cancelled.reason, message=reason)
     return _unfinished(lease, coordinator_pb2.EPISODE_OUTCOME_CANCELLED, failure)
+
+
+def _leaves(state: EnvironmentState, without: Collection[int] = ()) -> list[int]:
+    """Return `Recorder.leaves`. A prefix that no turn continues is not an answer."""
+    return [leaf for leaf in state.recorder.leaves(without) if leaf != state.prefix]
+
+
+def _prefix_not_used(lease: Lease) -> InvalidInput:
+    assert lease.variant is not None
+    return InvalidInput(
+        f"the agent has not continued the prefix of the variant `{lease.variant.name}`, because it begins another "
+        "context; use a hint, or another agent"
+    )
 
 
 def _dropped(lease: Lease, reason: str) -> Report:

@@ -89,6 +89,11 @@ class Recorder:
         sampling = self._sampling_of(params) if params is not None else -1
         return self._append(replace(segment, parent=parent, sampling=sampling), key)
 
+    def keep_draws(self, index: int) -> None:
+        """Let the generations below a given segment have the seeds that those below its parent would have without it.
+        Nothing else may continue the parent."""
+        self._tree_nodes[index].key = self._tree_node(self.segments[index].parent).key
+
     def draw_key(self, parent: int) -> int:
         """Return the seed of the next generation below `parent`."""
         return self._tree_node(parent).next_key()

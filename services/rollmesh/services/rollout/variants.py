@@ -37,12 +37,13 @@ class VariantAgents:
 
     def of(self, name: str, variant: Variant) -> Agent:
         """Return the agent `name` of `rollout.agents` (empty: the default agent) with the options of a variant. Raise
-        NotFound, or InvalidInput for options that it does not have."""
+        NotFound, or InvalidInput for options that it does not have, or a prefix that it cannot continue."""
         if name not in self._agents:
             raise NotFound(
                 f"agent `{name}` of the variant `{variant.name}` is not configured; "
                 f"{known_agents(self._agents, 'the plan')}"
             )
+        check_prefix(self._agents[name], variant)
         if not variant.options:
             return self._agents[name]
         key = name, json.dumps(variant.options, sort_keys=True)
@@ -64,6 +65,15 @@ def agent_with(config: RolloutConfig, name: str, variant: Variant, base_dir: str
         raise InvalidInput(
             f"the options of the variant `{variant.name}` do not suit its agent `{agent}`: {error.message}"
         ) from error
+
+
+def check_prefix(agent: Agent, variant: Variant) -> None:
+    """Raise InvalidInput for a prefix if the agent runs elsewhere: its requests begin with a prompt."""
+    if agent.runs_elsewhere and (variant.prefix or variant.prefix_extra):
+        raise InvalidInput(
+            f"the variant `{variant.name}` must have no prefix, because its agent runs in a process that the worker "
+            "does not contain, and requests of such a process cannot continue it; use a hint, or another agent"
+        )
 
 
 def check_permission(config: RolloutConfig, name: str, variant: Variant) -> None:

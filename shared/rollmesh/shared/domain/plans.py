@@ -120,7 +120,7 @@ def check_variants(variants: Sequence[Variant], size: int) -> None:
 
 
 def variants_bytes(variants: Sequence[Variant]) -> int:
-    """Return the size of variants in the ledger, bytes, rounded."""
+    """Return the size of variants as JSON, bytes. Their messages have at most as many."""
     return len(json.dumps([msgspec.to_builtins(variant) for variant in variants])) if variants else 0
 
 

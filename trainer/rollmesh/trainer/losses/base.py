@@ -163,16 +163,18 @@ LOSSES = Registry(
 )
 
 
-def equal_groups(groups: NDArray[Any], used: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return factors [S] of sample weights with which all groups of an update count alike. `groups` [S] are the numbers
-    of the groups of its samples, and `used` [S] the samples that are trained.
+def equal_groups(groups: NDArray[Any], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return factors [S] of sample weights with which all groups of an update have the same sum of sample weights.
+    `groups` [S] are the numbers of the groups of its samples, and `weights` [S] their weights, 0 for a sample that is
+    not trained.
 
-    The factor of a sample of group g is (samples / groups) / samples of g, over the used samples, so that the mean
-    factor is 1. That of others is 1, and has no effect.
+    The factor of a sample of group g is (W / groups) / W_g, with the sum W of all weights, W_g of those of g, and the
+    number of groups with a weight. So the sum of all weights stays W. A group without a weight has the factor 1.
     """
-    counts = np.bincount(groups[used].astype(np.int64), minlength=int(groups.max(initial=-1)) + 1)
-    mean = counts.sum() / max(1, np.count_nonzero(counts))
-    factors: NDArray[np.float64] = np.where(used, mean / np.maximum(1, counts[groups.astype(np.int64)]), 1.0)
+    numbers = groups.astype(np.int64)
+    sums = np.bincount(numbers, weights, minlength=1)
+    mean = sums.sum() / max(1, np.count_nonzero(sums))
+    factors: NDArray[np.float64] = np.where(sums > 0.0, mean / np.where(sums > 0.0, sums, 1.0), 1.0)[numbers]
     return factors
 
 

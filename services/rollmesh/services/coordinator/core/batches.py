@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import msgspec
@@ -115,7 +116,7 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
     replayed, num_fresh = _plan(ctx, request.update, unit, amount)
     fresh: list[GroupState] = []
     total = 0
-    for group in _whole_bundles_first(ctx, ready, unit, num_fresh):
+    for group in _whole_bundles_first(ctx, ready, request.update, partial(_size, unit=unit), num_fresh):
         if total >= num_fresh:
             break
         fresh.append(group)
@@ -127,11 +128,12 @@ def _choose(ctx: DecisionContext, request: i.LeaseBatch) -> list[GroupState]:
 
 
 def _whole_bundles_first(
-    ctx: DecisionContext, ready: list[GroupState], unit: i.GeometryUnit, amount: int
+    ctx: DecisionContext, ready: list[GroupState], update: int, size_of: Callable[[GroupState], int], amount: int
 ) -> list[GroupState]:
     """Return the READY groups in the order in which a batch of `amount` takes them: in order of admission, but groups
     that belong together adjoin, and those of which one is not READY yet, or for which the batch has no room, come
-    last. The order of the others, and whether the batch can be filled, do not depend on them."""
+    last, unless one of them would be beyond the bound at the next update. The order of the others, and whether the
+    batch can be filled, do not depend on them."""
     if not any(group.together for group in ready):
         return ready
     unready = {group.together for group in ctx.state.training_groups(GroupPhase.OPEN, GroupPhase.FINALIZING)}
@@ -141,14 +143,28 @@ def _whole_bundles_first(
             continue
         seen.add(group.together)
         bundle = [one for one in ready if one.together == group.together] if group.together else [group]
-        size = sum(_size(one, unit) for one in bundle)
+        size = sum(size_of(one) for one in bundle)
         fits = len(bundle) == 1 or total + size <= amount or not total
-        if fits and not (group.together and group.together in unready):
+        is_whole = fits and not (group.together and group.together in unready)
+        if is_whole or any(_is_last_update(ctx, one, update) for one in bundle):
             order += bundle
             total += size
         else:
             last += bundle
     return order + last
+
+
+def _is_last_update(ctx: DecisionContext, group: GroupState, update: int) -> bool:
+    """Return whether a sample of a READY group is beyond its bound after this update."""
+    return any(
+        bound.why_inadmissible(
+            sample.meta.steps,
+            update=update + 1,
+            bound=bound.bound_of(sample, ctx.spec.bound, ctx.spec),
+            clock=ctx.clock,
+        )
+        for sample in group.live_samples()
+    )
 
 
 def _plan(
@@ -324,8 +340,8 @@ def _too_large(
         f"the metadata of the batch of update {request.update} has {size} bytes "
         f"({count_of(len(grant.samples), 'sample')} in {count_of(len(grant.groups), 'group')}), expected at most "
         f"{request.bytes_max}: {outcome}lower `run.batch_groups` (now {spec.batch_groups}), `run.group_size` (now "
-        f"{spec.group_size}) or `geometry.amount`, let scorers return fewer rewards or shorter answers, or raise "
-        "`coordinator.server.message_bytes_max` if it is lower than that of clients, 8 MiB",
+        f"{spec.group_size}), the sizes that the selector plans or `geometry.amount`, let scorers return fewer rewards "
+        "or shorter answers, or raise `coordinator.server.message_bytes_max` if it is below that of clients, 8 MiB",
         bytes=size,
         bytes_max=request.bytes_max,
     )

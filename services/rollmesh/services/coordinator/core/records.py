@@ -259,9 +259,7 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must satisfy (max_staleness + 1) * batch_groups * group_size <= {EPISODES_LIVE_MAX}, got "
                 f"{self.batch_groups} with max_staleness = {self.max_staleness} and group_size = {self.group_size}",
             )
-        check_variants(self.variants, self.group_size)
-        if self.exports and self.variants:
-            raise SettingError("variants", "must be empty in a run that exports its samples; remove them")
+        self._check_variants()
         self._check_replay()
         for name in ("updates_max", "eval_every"):
             if self.exports and getattr(self, name):
@@ -289,6 +287,19 @@ class RunSpec(RunSettings, forbid_unknown_fields=False):
                 f"must be <= max_staleness + 1 = {self.max_staleness + 1}, got {self.publish_every}: otherwise no new "
                 "sample could be within the bound; raise max_staleness or lower publish_every",
             )
+
+    def _check_variants(self) -> None:
+        check_variants(self.variants, self.group_size)
+        if self.exports and self.variants:
+            raise SettingError("variants", "must be empty in a run that exports its samples; remove them")
+        for index, variant in enumerate(self.variants):
+            if self.submitted_tasks and variant.extras:
+                field = "hint_extra" if variant.hint_extra else "prefix_extra"
+                raise SettingError(
+                    f"variants[{index}].{field}",
+                    f"must be empty in a run whose tasks are submitted, because they have no private extras, got "
+                    f"{getattr(variant, field)}; use `{field.removesuffix('_extra')}`",
+                )
 
     def _check_foreign(self) -> None:
         names = [one.source for one in self.foreign]

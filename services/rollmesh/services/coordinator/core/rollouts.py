@@ -40,8 +40,9 @@ _REWARD_BYTES = 40
 LEASES_BYTES_MAX = 4 * 1024 * 1024
 """Maximum size of the tasks that a worker gets at once, bytes, so that its leases fit into a message."""
 SUBMITTED_BYTES_MAX = 1024 * 1024
-"""Maximum size of the submitted tasks that one decision draws, with the variants of their groups, bytes, unless it is
-one larger task. A record may also contain a request of 6 MiB, such as the reports of episodes."""
+"""Maximum size of the submitted tasks, and of those of dead letters, that one decision draws, with the variants of
+their groups, bytes, unless it is one larger task. A record may also contain a request of 6 MiB, such as the reports of
+episodes."""
 DRAW_MAX = 64
 """Maximum number of tasks per request. The selector then gets new outcomes between draws."""
 _TOO_OLD = "episodes without a variant, which is all that a worker of protocol 1.0 can run; upgrade the worker"
@@ -179,10 +180,9 @@ def request_tasks(ctx: DecisionContext) -> None:
     """Request tasks while workers wait and admission has room, or take submitted ones. Replayed dead letters come
     first."""
     purpose, split = (Purpose.EXPORT, ctx.spec.export_split) if ctx.spec.exports else (Purpose.TRAIN, "")
-    for replay in list(ctx.state.replays):
-        if _num_lacking(ctx) > 0 and num_wanted(ctx) > 0:
-            _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
     ctx.ephemeral.draw_at = None
+    if not _reserve_dead(ctx, purpose):
+        return
     _reserve_samples(ctx)
     if ctx.spec.submitted_tasks:
         _reserve_submitted(ctx, purpose)
@@ -196,6 +196,22 @@ def request_tasks(ctx: DecisionContext) -> None:
     if num > 0:
         ctx.ephemeral.drawing = True
         ctx.effect(DrawTasks(purpose, ctx.state.next_draw, num, split))
+
+
+def _reserve_dead(ctx: DecisionContext, purpose: Purpose) -> bool:
+    """Reserve a group per replayed dead letter. Return False if a record has no room for all of them that are admitted;
+    a tick continues."""
+    num_bytes, of_variants = 0, variants_bytes(ctx.spec.variants)
+    for replay in list(ctx.state.replays):
+        if _num_lacking(ctx) <= 0 or num_wanted(ctx) <= 0:
+            break
+        size = task_bytes(replay.task) + of_variants
+        num_bytes += size
+        if num_bytes > SUBMITTED_BYTES_MAX and num_bytes > size:
+            ctx.ephemeral.draw_at = ctx.now
+            return False
+        _reserve(ctx, purpose, replay.task, replay.draw, dead_id=replay.dead_id)
+    return True
 
 
 def _reserve_submitted(ctx: DecisionContext, purpose: Purpose) -> None:

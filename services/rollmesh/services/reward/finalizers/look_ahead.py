@@ -7,7 +7,7 @@ arXiv:2603.10848), for the estimator `v05`, which states the symbols.
 
 So a group whose mean agrees with the prior V is kept at once, because D2 is 0, and one that contradicts it grows until
 another episode gains less than its cost: with the default cost of 1/256 no group grows beyond 16 episodes, whatever the
-prior. A group without a prior is kept. The coordinator keeps a group at four times `run.group_size`.
+prior. A group without a prior is kept. The coordinator keeps a group at four times the size with which it began.
 
 The rule looks one step ahead, as the paper does (4 episodes at first, at most 16, cost 0.0039 for rewards of -1 and 1;
 from a public summary, since neither code nor text was at hand). That D2 is held fixed for the step is a choice of this

@@ -3,7 +3,7 @@
 Source: dynamic sampling of DAPO (2025-03). The estimator of the trainer gives the advantages of the survivors, which
 are the members with usable rewards. Infra failures are not zeros and are omitted. Too few survivors cannot be compared.
 With `extend_by`, a group without variance first gets more episodes (adaptive group size). It is filtered when
-`members_max` or four times `run.group_size` is reached, or its deadline has passed.
+`members_max` or four times the size with which it began is reached, or its deadline has passed.
 """
 
 from __future__ import annotations

@@ -28,11 +28,16 @@ class NewActionsAgent(ToolCallingAgent):
         try:
             while True:
                 other = env.branch()  # it calls no tool, so it needs no tool session
+                opening = env.opening
                 turn = await env.generate()
                 acted = True
                 await other.generate()
                 other.sample(role=ROLE)
-                call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
+                call = (
+                    parse_call(opening + turn.text, env.format, task.tools)
+                    if turn.finish is FinishReason.STOP
+                    else None
+                )
                 if call is None:
                     return
                 if not env.turns_left:

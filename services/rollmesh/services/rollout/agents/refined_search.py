@@ -77,9 +77,14 @@ class RefinedSearchAgent(ToolCallingAgent):
         try:
             while True:
                 before = env.branch()
+                opening = env.opening
                 turn = await env.generate()
                 acted = True
-                call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
+                call = (
+                    parse_call(opening + turn.text, env.format, task.tools)
+                    if turn.finish is FinishReason.STOP
+                    else None
+                )
                 if call is None:
                     if solution:
                         tokens = before.encode(solution, end=True)

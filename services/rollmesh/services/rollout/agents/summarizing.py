@@ -65,8 +65,9 @@ class SummarizingAgent(Agent):
                 f"{env.token_ids.size} tokens, a turn of {options.turn_tokens} and a request; raise it"
             )
         while True:
+            opening = env.opening
             turn = await env.generate(max_tokens=options.turn_tokens)
-            call = parse_call(turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
+            call = parse_call(opening + turn.text, env.format, task.tools) if turn.finish is FinishReason.STOP else None
             if call is None:
                 return
             if not env.turns_left:

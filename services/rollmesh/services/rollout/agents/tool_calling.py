@@ -48,10 +48,11 @@ async def act(
     called: list[tuple[ToolCall, ToolResult]] | None = None,
 ) -> None:
     """Generate, call and observe until the model answers. `opening` is the text of the given tokens that begin the next
-    turn. `played` gets each turn, with a fork of the branch before it, and `called` each call with its result. Raises
-    `LimitReached`."""
+    turn, other than the prefix of a variant. `played` gets each turn, with a fork of the branch before it, and `called`
+    each call with its result. Raises `LimitReached`."""
     while True:
         before = None if played is None else await env.fork()
+        opening = opening or env.opening
         turn = await env.generate()
         if played is not None and before is not None:
             played.append((before, turn))

@@ -82,10 +82,13 @@ class _ToolTree(RolloutTree):
 
     async def step(self, branch: TreeBranch) -> None:
         env = branch.env
+        opening = env.opening
         turn = await env.generate()
         self._num_tokens += len(turn.token_ids)
         branch.depth += 1
-        call = parse_call(turn.text, env.format, self._task.tools) if turn.finish is FinishReason.STOP else None
+        call = (
+            parse_call(opening + turn.text, env.format, self._task.tools) if turn.finish is FinishReason.STOP else None
+        )
         if call is None or branch.depth == self._options.steps_max:
             branch.finished = True
             return
