@@ -23,7 +23,7 @@ from rollmesh.services.gateway.node import GatewayNode
 from rollmesh.shared.bus.run_streams import run_streams
 from rollmesh.shared.codec.metadata import sample_meta
 from rollmesh.shared.domain.ledger_head import EMPTY, LedgerHead, record_hash
-from rollmesh.shared.errors import MeshError, Overloaded, PayloadLost, Unavailable, WrongUpdate
+from rollmesh.shared.errors import MeshError, NotPublished, Overloaded, PayloadLost, Unavailable, WrongUpdate
 from rollmesh.shared.rpc.channel import open_channel
 from rollmesh.shared.rpc.server import ServerConfig
 from rollmesh.shared.rpc.status import typed_errors
@@ -317,6 +317,24 @@ async def test_calls_of_lease_batch_that_wait_leave_room_for_short_calls(mesh: M
         with pytest.raises(Overloaded, match=rf"{CALLS_MAX - 1} waiting calls of LeaseBatch are open"), typed_errors():
             await done.pop()
         assert (await run.GetRun(run_pb2.GetRunRequest(run=mesh.name), timeout=20)).state.run == mesh.name
+        for call in pending:
+            call.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def test_applications_that_wait_leave_room_for_trainers(mesh: MeshParts) -> None:
+    await mesh.create(submitted_tasks=True)
+    async with another_gateway(mesh, "applications", forwarded_max=CALLS_MAX - 1) as channel:
+        run = run_pb2_grpc.RunServiceStub(channel)
+        requests = [run_pb2.OpenEpisodeRequest(run=mesh.name, key=f"k{n}", wait_s=20.0) for n in range(CALLS_MAX)]
+        waiting = [asyncio.ensure_future(run.OpenEpisode(request)) for request in requests]
+        done, pending = await asyncio.wait(waiting, timeout=20, return_when=asyncio.FIRST_COMPLETED)
+        with pytest.raises(Overloaded, match=f"{CALLS_MAX - 1} calls of OpenEpisode and FinishEpisode"), typed_errors():
+            await done.pop()
+        attached = await run.AttachTrainer(run_pb2.AttachTrainerRequest(run=mesh.name), timeout=20)
+        lease = run_pb2.LeaseBatchRequest(run=mesh.name, trainer_epoch=attached.trainer_epoch, update=1, wait_s=0.1)
+        with pytest.raises(NotPublished), typed_errors():
+            await run.LeaseBatch(lease, timeout=20)
         for call in pending:
             call.cancel()
         await asyncio.gather(*pending, return_exceptions=True)

@@ -18,9 +18,10 @@ class GatewayConfig(Settings):
     """Payloads read ahead per FetchSamples. More payloads hide the latency of the bus; each may have the maximum record
     size."""
     forwarded_max: PositiveInt = 960
-    """Maximum number of streams (WatchRun, PrefetchSamples, FetchModelFiles) that are forwarded to the coordinator, and
-    of forwarded calls of LeaseBatch that wait; more are rejected with RESOURCE_EXHAUSTED. It must be below
-    `coordinator.server.connection_rpcs_max`, beyond which calls would wait in the gateway."""
+    """Maximum number of streams (WatchRun, PrefetchSamples, FetchModelFiles) that are forwarded to the coordinator, of
+    forwarded calls of LeaseBatch that wait, and of forwarded calls of OpenEpisode and FinishEpisode; more are rejected
+    with RESOURCE_EXHAUSTED. It must be below `coordinator.server.connection_rpcs_max`, beyond which calls would wait in
+    the gateway."""
     page: PageConfig = msgspec.field(default_factory=PageConfig)
     """The live page for browsers."""
     call_s: PositiveFloat = 30.0

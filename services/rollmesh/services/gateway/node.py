@@ -79,11 +79,11 @@ class GatewayNode(JoinedNode):
         if bus is None:
             bus = await JetStreamBus.connect(self._bus_url, login=BusLogin.of(self.access))
             stack.push_async_callback(bus.close)
-        channel, stream_channel = [
+        channel, stream_channel, episode_channel = [
             await stack.enter_async_context(
                 open_channel(self.coordinator, access=self.access, idempotent=IDEMPOTENT, once=ONCE)
             )
-            for _ in range(2)  # a connection has a limit of calls, and streams must not block the short ones
+            for _ in range(3)  # a connection has a limit of calls, and long ones must not block the short ones
         ]
         streams = ForwardedCalls("forwarded streams", self._config.forwarded_max)
         coordinator: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = coordinator_pb2_grpc.CoordinatorServiceStub(
@@ -98,9 +98,9 @@ class GatewayNode(JoinedNode):
             self._heads,
             stream_channel=stream_channel,
             streams=streams,
-            waits=ForwardedCalls(
-                "waiting calls of LeaseBatch, OpenEpisode and FinishEpisode", self._config.forwarded_max
-            ),
+            episode_channel=episode_channel,
+            episodes=ForwardedCalls("calls of OpenEpisode and FinishEpisode", self._config.forwarded_max),
+            waits=ForwardedCalls("waiting calls of LeaseBatch", self._config.forwarded_max),
             call_s=self._config.call_s,
         )
         self.add(run_pb2_grpc.add_RunServiceServicer_to_server, servicer, limits=RECORDED_TEXTS)

@@ -40,9 +40,12 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         stream_channel: grpc.aio.Channel,
         streams: ForwardedCalls,
         waits: ForwardedCalls,
+        episode_channel: grpc.aio.Channel,
+        episodes: ForwardedCalls,
         call_s: float,
     ) -> None:
-        """`stream_channel` is the connection of `streams` to the coordinator."""
+        """`stream_channel` is the connection of `streams` to the coordinator, and `episode_channel` that of
+        `episodes`."""
         self._run = run
         self._run_streams: run_pb2_grpc.RunServiceAsyncStub = run_pb2_grpc.RunServiceStub(stream_channel)
         self._ready_streams: coordinator_pb2_grpc.CoordinatorServiceAsyncStub = (
@@ -50,6 +53,8 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         )
         self._streams = streams
         self._waits = waits
+        self._run_episodes: run_pb2_grpc.RunServiceAsyncStub = run_pb2_grpc.RunServiceStub(episode_channel)
+        self._episodes = episodes
         self._coordinator = coordinator
         self._payloads = payloads
         self._exports = exports
@@ -164,12 +169,12 @@ class GatewayServicer(run_pb2_grpc.RunServiceServicer):
         return await self._forward(self._run.SubmitTasks, request, context)
 
     async def OpenEpisode(self, request: pb.OpenEpisodeRequest, context: Context) -> pb.OpenEpisodeResponse:
-        with self._waits.one():
-            return await self._forward(self._run.OpenEpisode, request, context, request.wait_s)
+        with self._episodes.one():
+            return await self._forward(self._run_episodes.OpenEpisode, request, context, request.wait_s)
 
     async def FinishEpisode(self, request: pb.FinishEpisodeRequest, context: Context) -> pb.FinishEpisodeResponse:
-        with self._waits.one():
-            return await self._forward(self._run.FinishEpisode, request, context)
+        with self._episodes.one():
+            return await self._forward(self._run_episodes.FinishEpisode, request, context)
 
     async def SubmitSamples(self, request: pb.SubmitSamplesRequest, context: Context) -> pb.SubmitSamplesResponse:
         return await self._forward(self._run.SubmitSamples, request, context)
