@@ -24,6 +24,7 @@ from rollmesh.services.reward.config import RewardConfig
 from rollmesh.services.rollout.agents.application import DISCARDED, NOT_USED, REWARD_LATE
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.errors import (
     EpisodeConflict,
     EpisodeLost,
@@ -280,3 +281,15 @@ async def test_each_side_gets_what_it_waits_for_at_once(tmp_path: Path, monkeypa
         report.outcome, report.failure.reason = coordinator_pb2.EPISODE_OUTCOME_COMPLETED, DISCARDED
         assert await mesh.report([report]) == [""]
         assert not (await finish_episode).sample_ids
+
+
+async def test_a_run_whose_variants_have_another_agent_opens_no_episode(tmp_path: Path, model: Path) -> None:
+    variants = (Variant(name="own", count=1), Variant(name="other", count=1, agent="solver"))
+    made = config(model, group_size=2, variants=variants)
+    agents = {**made.rollout.agents, "solver": Extension("single_turn")}
+    made = msgspec.structs.replace(made, rollout=msgspec.structs.replace(made.rollout, agents=agents))
+    async with Mesh(made, run_dir=tmp_path / "run") as mesh, client_of(mesh) as run:
+        with pytest.raises(EpisodesNotServed, match="got solver"):
+            async with run.episode("x"):
+                pytest.fail("one of its two episodes would be of the agent solver")
+        assert (await Operator(mesh).state()).submitted.open == 0

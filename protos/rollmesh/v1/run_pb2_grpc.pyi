@@ -131,7 +131,7 @@ class RunServiceStub:
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
       ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
-      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task, or of a variant of the run, is not `application`.
       FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
       FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
       OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
@@ -384,7 +384,7 @@ class RunServiceAsyncStub(RunServiceStub):
       NOT_FOUND UNKNOWN_RUN: CreateRun first.
       INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
       ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
-      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+      FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task, or of a variant of the run, is not `application`.
       FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
       FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
       OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.
@@ -664,7 +664,7 @@ class RunServiceServicer(metaclass=_abc_1.ABCMeta):
           NOT_FOUND UNKNOWN_RUN: CreateRun first.
           INVALID_ARGUMENT: a field out of its range, or a task that names what the mesh does not have; the message names the field.
           ALREADY_EXISTS TASK_CONFLICT: the key was submitted with other content. Choose another key, or send the same content or no task.
-          FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task is not `application`.
+          FAILED_PRECONDITION EPISODES_NOT_SERVED: the agent of the task, or of a variant of the run, is not `application`.
           FAILED_PRECONDITION EPISODE_OVER: the episode has ended; the metadata `end` has its end. Choose another key.
           FAILED_PRECONDITION TASKS_NOT_ACCEPTED: the run has no submitted tasks, or a client has sent `finish`.
           OUT_OF_RANGE RUN_ENDED: the run has ended or reached a limit.

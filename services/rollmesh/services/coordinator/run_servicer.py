@@ -184,6 +184,9 @@ class RunServicer(run_pb2_grpc.RunServiceServicer):
         validation.check_opening(request)
         wait_s = translate.wait_s(request.wait_s, context.time_remaining() or self._deadline_s)
         driver = await self._runs.get(request.run)
+        for variant in await driver.read(lambda core, _: core.state.the_spec.variants):
+            if variant.agent:
+                self._mesh.check_application(variant.agent)
         known = await driver.read(lambda core, _: application_episodes.is_known(core.state, request.key, request.index))
         if request.HasField("task") or not known:
             task = translate.application_task(request)
