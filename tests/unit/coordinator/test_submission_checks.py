@@ -117,5 +117,5 @@ def test_a_task_and_a_call_have_a_size() -> None:
         check(task(), keys=(Key(task_id="a", answers=["x" * 10_000]),))
     assert caught.value.metadata["task_id"] == "a"
     long = [types_pb2.Message(role="user", content="x" * 9_000)]
-    with pytest.raises(PayloadTooLarge, match="in several calls"):
+    with pytest.raises(PayloadTooLarge, match="make several calls"):
         check(*(task(f"t{number}", messages=long) for number in range(300)))
