@@ -20,6 +20,6 @@ async def test_random_sequences_agree_with_the_model_of_the_contract(tmp_path: P
     assert sum(result.updates for result in results) >= SEQUENCES
     assert sum(result.rejected for result in results) >= SEQUENCES
     assert sum(result.withheld for result in results) >= 1
-    assert sum(result.dropped for result in results) >= SEQUENCES
+    assert sum(result.dropped for result in results) >= SEQUENCES // 2
     assert sum(result.submitted for result in results) >= SEQUENCES // 2
     assert sum(result.given for result in results) >= 1

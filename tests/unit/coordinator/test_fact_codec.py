@@ -109,7 +109,8 @@ def run_specs() -> st.SearchStrategy[records.RunSpec]:
         "replay": st.none(),
         "foreign": st.just(()),
     }
-    planned = st.tuples(st.builds(records.RunSpec, **trains), variants("v")).map(
+    own_tasks = trains | {"submitted_tasks": st.just(False)}  # submitted ones have no private extras
+    planned = st.tuples(st.builds(records.RunSpec, **own_tasks), variants("v")).map(
         lambda both: msgspec.structs.replace(
             both[0], variants=(msgspec.structs.replace(both[1], count=both[0].group_size),)
         )
