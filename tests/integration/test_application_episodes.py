@@ -21,9 +21,9 @@ from rollmesh.services.coordinator.audit import audit_run
 from rollmesh.services.coordinator.audit_report import AuditReport
 from rollmesh.services.coordinator.core import facts as f
 from rollmesh.services.reward.config import RewardConfig
-from rollmesh.services.rollout.agents.application import DISCARDED, NOT_USED, REWARD_LATE
 from rollmesh.shared.config.loader import config_from_dict
 from rollmesh.shared.config.registry import Extension
+from rollmesh.shared.domain.application_reasons import DISCARDED, NOT_USED, REWARD_LATE
 from rollmesh.shared.domain.plans import Variant
 from rollmesh.shared.errors import (
     EpisodeConflict,

@@ -261,7 +261,7 @@ class Run(RunCalls):
         found = await opened(self, request)
         try:
             yield found
-        except Exception:
+        except Exception:  # whatever the application raises; it gets it back
             with suppress(MeshError):
                 await found.finish({})
             raise

@@ -10,8 +10,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAIError
 
 from rollmesh.services.rollout.agent import Agent, Environment, Task
-from rollmesh.services.rollout.agents.application import NOT_USED, ApplicationAgent, ApplicationOptions
+from rollmesh.services.rollout.agents.application import ApplicationAgent, ApplicationOptions
 from rollmesh.services.rollout.config import RolloutConfig, WorkerConfig
+from rollmesh.shared.domain.application_reasons import NOT_USED
 from rollmesh.shared.errors import EngineFailed, NotReady
 from rollmesh.testing.rollout import lease
 from rollmesh.v1 import coordinator_pb2, run_pb2

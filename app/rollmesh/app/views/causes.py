@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollmesh.app.run_folder import shown
+from rollmesh.shared.domain.application_reasons import NOT_USED, REWARD_LATE
 from rollmesh.shared.domain.text import count_of
 from rollmesh.shared.errors import FailedPrecondition
 from rollmesh.v1 import run_pb2
@@ -17,8 +18,8 @@ from rollmesh.v1 import run_pb2
 _HINTS = {
     "filtered/ZERO_VARIANCE": "all answers to a task got the same reward",
     "filtered/NO_SAMPLES": "the agent did not generate tokens",
-    "filtered/NOT_USED": "no application used the served episode within idle_s_max",
-    "filtered/REWARD_LATE": "no application finished the episode within reward_s_max",
+    f"filtered/{NOT_USED}": "no application used the served episode within idle_s_max",
+    f"filtered/{REWARD_LATE}": "no application finished the episode within reward_s_max",
 }
 _CAUSE_CHARS_MAX = 300
 

@@ -18,10 +18,9 @@ from rollmesh.services.coordinator.core.state import (
     State,
     end_text,
 )
+from rollmesh.shared.domain.application_reasons import DISCARDED
 from rollmesh.shared.errors import EpisodeConflict, EpisodeLost, EpisodeOver, RunEnded, UnknownEpisode, field_error
 
-DISCARDED = "DISCARDED"
-"""Reason of an episode that its application drops."""
 _ENDED = (EpisodeStatus.SCORED, EpisodeStatus.ENDED)
 
 

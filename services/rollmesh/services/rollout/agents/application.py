@@ -21,13 +21,8 @@ from rollmesh.services.rollout.agent_types import LimitReached
 from rollmesh.services.rollout.environment import Environment, ServedEpisode
 from rollmesh.shared.config.extras import libraries_needed
 from rollmesh.shared.config.settings import PositiveFloat, Settings
+from rollmesh.shared.domain.application_reasons import DISCARDED, NOT_USED, REWARD_LATE
 
-NOT_USED = "NOT_USED"
-"""Reason of an episode without a request."""
-REWARD_LATE = "REWARD_LATE"
-"""Reason of an episode that its application has not finished in time."""
-DISCARDED = "DISCARDED"
-"""Reason of an episode that its application drops."""
 _WAIT_S_MAX = 10.0
 """Longest wait of a call to the coordinator, seconds."""
 
